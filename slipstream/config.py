@@ -257,13 +257,14 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
     """Read a run file. Raises ConfigError with one line that names field, value and remedy."""
     path = Path(path)
     try:
-        data = tomllib.loads(path.read_text())
+        text = path.read_text()
+        data = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except FileNotFoundError:
         raise ConfigError(f"run file {path} does not exist; examples/sort-digits/run.toml is one to copy") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"run file {path} cannot be read: {error}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"run file {path} is not TOML: {error}") from None
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"run file {path} is not valid {path.suffix[1:].upper() or 'TOML'}: {error}") from None
     for override in overrides:
         _apply(data, override)
     return parse(data, str(path))
