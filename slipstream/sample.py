@@ -102,7 +102,8 @@ def array(wire: tensor_pb2.Tensor, name: str = "tensor") -> np.ndarray:
         return np.frombuffer(wire.data, dtype).reshape(tuple(wire.shape))
     except ValueError:
         raise InvalidInput(
-            f"{name}: {len(wire.data)} bytes of {dtype} do not have shape {list(wire.shape)}", "SHAPE", field=name) from None
+            f"{name}: {len(wire.data)} bytes of {dtype} do not have shape {list(wire.shape)}", "SHAPE", field=name
+        ) from None
 
 
 def encode(sample: Sample) -> bytes:
@@ -110,11 +111,14 @@ def encode(sample: Sample) -> bytes:
     body = sample_pb2.SampleBody(finish_reason=sample.finish_reason, info_json=sample.info_json)  # pyright: ignore
     for s in sample.segments:
         segment = body.segments.add(
-            tokens=tensor(s.tokens), loss_mask_runs=_runs(s.loss_mask), logprobs=tensor(s.logprobs), fork_point=s.fork_point,
-            parent=s.parent)
+            tokens=tensor(s.tokens),
+            loss_mask_runs=_runs(s.loss_mask),
+            logprobs=tensor(s.logprobs),
+            fork_point=s.fork_point,
+            parent=s.parent,
+        )
         for span in s.spans:
-            segment.versions.add(
-                version=span.version, step=span.step, incarnation=span.incarnation, length=span.length)
+            segment.versions.add(version=span.version, step=span.step, incarnation=span.incarnation, length=span.length)
         if s.routes_ref is not None:
             segment.routes.CopyFrom(s.routes_ref)
         elif s.routes is not None:
@@ -136,7 +140,8 @@ def decode(data: bytes) -> Sample:
 def validate(sample: Sample) -> None:
     """Refuse what must never be trained. Raises InvalidInput whose `reason` is counted in a metric.
 
-    Reasons: NO_SEGMENTS, EMPTY_TOKENS, LENGTH_MISMATCH, NO_GENERATED_TOKENS, NON_FINITE_LOGPROB, POSITIVE_LOGPROB, VERSION_SPAN, PARENT.
+    Reasons: NO_SEGMENTS, EMPTY_TOKENS, LENGTH_MISMATCH, NO_GENERATED_TOKENS, NON_FINITE_LOGPROB, POSITIVE_LOGPROB,
+    VERSION_SPAN, PARENT.
     """
     if not sample.segments:
         raise InvalidInput("a sample needs at least one segment", "NO_SEGMENTS", field="segments")
@@ -145,25 +150,34 @@ def validate(sample: Sample) -> None:
     for i, s in enumerate(sample.segments):
         place, generated = f"segments[{i}]", int(np.count_nonzero(s.loss_mask))
         if s.tokens.ndim != 1 or not len(s.tokens):
-            raise InvalidInput(f"{place}.tokens has shape {s.tokens.shape}; at least one token is needed", "EMPTY_TOKENS", field=place)
+            raise InvalidInput(
+                f"{place}.tokens has shape {s.tokens.shape}; at least one token is needed", "EMPTY_TOKENS", field=place
+            )
         if len(s.loss_mask) != len(s.tokens):
             raise InvalidInput(
-                f"{place}.loss_mask covers {len(s.loss_mask)} of {len(s.tokens)} tokens", "LENGTH_MISMATCH", field=place)
+                f"{place}.loss_mask covers {len(s.loss_mask)} of {len(s.tokens)} tokens", "LENGTH_MISMATCH", field=place
+            )
         if s.logprobs.shape != (generated,):
             raise InvalidInput(
-                f"{place}.logprobs has shape {s.logprobs.shape} for {generated} generated tokens", "LENGTH_MISMATCH", field=place)
+                f"{place}.logprobs has shape {s.logprobs.shape} for {generated} generated tokens",
+                "LENGTH_MISMATCH",
+                field=place,
+            )
         if not np.isfinite(s.logprobs).all():
             raise InvalidInput(f"{place}.logprobs has NaN or infinity", "NON_FINITE_LOGPROB", field=place)
         if (s.logprobs > 1e-4).any():
             raise InvalidInput(f"{place}.logprobs has {s.logprobs.max()} > 0", "POSITIVE_LOGPROB", field=place)
         if (covered := sum(span.length for span in s.spans)) != generated:
             raise InvalidInput(
-                f"{place}.versions covers {covered} of {generated} generated tokens", "VERSION_SPAN", field=place)
+                f"{place}.versions covers {covered} of {generated} generated tokens", "VERSION_SPAN", field=place
+            )
         shape = s.routes.shape if s.routes is not None else tuple(s.routes_ref.shape) if s.routes_ref is not None else None
         if shape is not None and (len(shape) != 3 or shape[0] != len(s.tokens) - 1):
             raise InvalidInput(
                 f"{place}.routes has shape {shape} for {len(s.tokens)} tokens; [T-1, L, K] is needed",
-                "LENGTH_MISMATCH", field=place)
+                "LENGTH_MISMATCH",
+                field=place,
+            )
         if s.parent is not None and not 0 <= s.parent < i:
             raise InvalidInput(f"{place}.parent = {s.parent} is not an earlier segment", "PARENT", field=place)
 
@@ -171,7 +185,10 @@ def validate(sample: Sample) -> None:
 def validate_score(score: sample_pb2.Score) -> None:
     """Refuse non-finite values. Raises InvalidInput with reason NON_FINITE_SCORE."""
     values: dict[str, Sequence[float]] = {
-        "scalar": [score.scalar], "per_turn": score.per_turn, "components": list(score.components.values())}
+        "scalar": [score.scalar],
+        "per_turn": score.per_turn,
+        "components": list(score.components.values()),
+    }
     for name, numbers in values.items():
         if bad := next((v for v in numbers if not math.isfinite(v)), None):
             raise InvalidInput(f"score.{name} = {bad} is not finite", "NON_FINITE_SCORE", field=name, value=bad)
@@ -185,13 +202,22 @@ def _segment(wire: sample_pb2.Segment, i: int) -> Segment:
     if wire.HasField("routes") and wire.routes.WhichOneof("source") == "object":
         reference = wire.routes
     elif wire.HasField("routes"):
-        routes = array(tensor_pb2.Tensor(dtype=wire.routes.dtype, shape=wire.routes.shape, data=wire.routes.data), f"{place}.routes")
+        routes = array(
+            tensor_pb2.Tensor(dtype=wire.routes.dtype, shape=wire.routes.shape, data=wire.routes.data), f"{place}.routes"
+        )
     spans = tuple(Span(v.version, v.step, v.incarnation, v.length) for v in wire.versions)
     runs = wire.loss_mask_runs
     mask = np.repeat(np.arange(len(runs)) % 2 == 1, np.asarray(runs, np.int64))
     return Segment(
-        array(wire.tokens, f"{place}.tokens"), mask, array(wire.logprobs, f"{place}.logprobs"), spans, routes, reference,
-        wire.parent if wire.HasField("parent") else None, wire.fork_point)
+        array(wire.tokens, f"{place}.tokens"),
+        mask,
+        array(wire.logprobs, f"{place}.logprobs"),
+        spans,
+        routes,
+        reference,
+        wire.parent if wire.HasField("parent") else None,
+        wire.fork_point,
+    )
 
 
 def _runs(mask: np.ndarray) -> list[int]:

@@ -7,6 +7,7 @@ the stubs live one level down, in slipstream.protos, and their imports are rewri
 from __future__ import annotations
 
 import filecmp
+import os
 import re
 import shutil
 import sys
@@ -25,6 +26,7 @@ def generate(target: Path) -> None:
     """Write every stub below `target`, which must not exist."""
     well_known = Path(grpc_tools.__file__).parent / "_proto"
     google = next(Path(p) / "google" for p in sys.path if (Path(p) / "google" / "rpc" / "status.proto").exists())
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # protoc looks for its plugins there
     with tempfile.TemporaryDirectory() as scratch:
         files = sorted(str(p.relative_to(SOURCE)) for p in SOURCE.rglob("*.proto"))
         code = protoc.main(
@@ -37,9 +39,11 @@ def generate(target: Path) -> None:
         shutil.copytree(Path(scratch) / "slipstream", target)
     for path in [*target.rglob("*.py"), *target.rglob("*.pyi")]:
         text = path.read_text()
-        text = re.sub(r"\bslipstream\.(types|buffer|rollout|reward|trainer|environment)\.v1\b(?=[. ])(?![^\n]*\.proto)",
-                      r"slipstream.protos.\1.v1", text) if path.suffix == ".pyi" else re.sub(
-            r"^from slipstream\.(\w+)\.v1 import", r"from slipstream.protos.\1.v1 import", text, flags=re.M)
+        areas = r"(types|buffer|rollout|reward|trainer|environment)"
+        if path.suffix == ".pyi":
+            text = re.sub(rf"\bslipstream\.{areas}\.v1\b(?=[. ])(?![^\n]*\.proto)", r"slipstream.protos.\1.v1", text)
+        else:
+            text = re.sub(rf"^from slipstream\.{areas}\.v1 import", r"from slipstream.protos.\1.v1 import", text, flags=re.M)
         path.write_text(text)
     for folder in [target, *(p for p in target.rglob("*") if p.is_dir())]:
         if folder.name != "__pycache__":

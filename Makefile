@@ -1,0 +1,54 @@
+# Everything a person or CI runs. `make help` lists the targets.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+RUN ?= examples/sort-digits/run.toml
+
+.DEFAULT_GOAL := help
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# What a run on this machine needs: the package with torch and transformers.
+$(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e '.[demo]'
+	@touch $@
+
+# What the tests, linters and generators need on top.
+$(VENV)/.test: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e '.[test]'
+	@touch $@ $(VENV)/.demo
+
+demo: $(VENV)/.demo  ## train the tiny model on "sort digits" with all services, in a live view
+	$(BIN)/slipstream run $(RUN) --fresh
+
+test: $(VENV)/.test  ## all tests (under 6 minutes)
+	$(BIN)/python -m pytest
+
+test-fast: $(VENV)/.test  ## the tests that take under a minute together
+	$(BIN)/python -m pytest -m 'not slow'
+
+lint: $(VENV)/.test  ## ruff, pyright, import contracts, generated files
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	$(BIN)/pyright
+	$(BIN)/python tools/generate_protos.py --check
+	$(BIN)/python tools/generate_reference.py --check
+
+protos: $(VENV)/.test  ## regenerate slipstream/protos from protos/
+	$(BIN)/python tools/generate_protos.py
+
+docs: $(VENV)/.test  ## regenerate docs/reference from code
+	$(BIN)/python tools/generate_reference.py
+
+bench: $(VENV)/.demo  ## every benchmark of the README
+	$(BIN)/python -m benchmarks.overlap --json benchmarks/results/overlap.json
+
+clean:  ## remove the environment, caches and runs
+	rm -rf $(VENV) runs .pytest_cache .ruff_cache .hypothesis *.egg-info build
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+.PHONY: demo test test-fast lint protos docs bench clean help

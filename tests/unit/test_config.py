@@ -1,0 +1,85 @@
+"""The run file: bad input is one sentence with field, value and remedy; good input resolves to one frozen object."""
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from slipstream.config import json_schema, load, parse, settings
+from slipstream.errors import ConfigError
+
+MINIMAL = {"run": {"name": "a"}, "model": {"path": "m"}, "environments": [{"name": "e", "entry": "m:C"}]}
+
+
+def test_minimal_file_resolves_with_defaults():
+    """Three tables suffice; lag, batch and clip come from the one place where defaults live."""
+    run = parse(MINIMAL)
+    assert (run.schedule.max_lag, run.schedule.groups_per_batch, run.algorithm.clip_high) == (2, 64, 0.28)
+    assert run.objects_url == f"file://{Path('runs/a').resolve()}/objects"
+    assert not run.deterministic
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"trainer": {"learning_rat": 1}}, ["trainer.learning_rat", "did you mean 'learning_rate'"]),
+        ({"trainr": {}}, ["trainr", "did you mean 'trainer'"]),
+        ({"schedule": {"max_lag": "two"}}, ["schedule.max_lag", "'two'"]),
+        ({"model": {}}, ["model.path", "model.build"]),
+        ({"trainer": {"publish_every": 4}}, ["trainer.publish_every = 4", "schedule.max_lag + 1 = 3"]),
+        ({"rollout": {"temperature": 0.7}}, ["rollout.temperature = 0.7"]),
+        ({"schedule": {"max_lag": 0, "group_timeout_s": 5}}, ["group_timeout_s", "pinned"]),
+        ({"buffer": {"quota_bytes": 1000}}, ["buffer.quota_bytes = 1000", "raise it"]),
+        ({"environments": []}, ["environments"]),
+        ({"environments": [{"name": "e", "entry": "m:C"}, {"name": "e", "entry": "m:C"}]}, ["'e'", "twice"]),
+        ({"run": {"name": "Bad Name"}}, ["run.name", "'Bad Name'"]),
+    ],
+)
+def test_bad_settings_name_field_value_and_remedy(change, words):
+    """Each message tells what to change without opening the source."""
+    with pytest.raises(ConfigError) as caught:
+        parse({**MINIMAL, **change})
+    assert all(word in caught.value.message for word in words), caught.value.message
+    assert "\n" not in caught.value.message
+
+
+def test_overrides_are_toml_or_bare_strings(tmp_path):
+    """`--set` takes numbers, booleans and bare words, reaches into lists, and creates tables."""
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(MINIMAL))
+    run = load(path, ["schedule.max_lag=0", "model.path=/other", "environments.0.weight=2.5", "rollout.capture_routes=true"])
+    assert (run.schedule.max_lag, run.model.path, run.environments[0].weight, run.rollout.capture_routes) == (
+        0,
+        "/other",
+        2.5,
+        True,
+    )
+    assert run.deterministic, "max_lag = 0 implies the pinned schedule, and that determinism"
+    for bad in ("nonsense", "environments.7.name=x", "model.path.deeper=1"):
+        with pytest.raises(ConfigError):
+            load(path, [bad])
+
+
+def test_missing_and_broken_files_are_one_line(tmp_path):
+    """No traceback for a typo in a path or a quote."""
+    with pytest.raises(ConfigError, match=r"does not exist; examples/"):
+        load(tmp_path / "nope.toml")
+    (tmp_path / "broken.toml").write_text("a = ")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load(tmp_path / "broken.toml")
+
+
+def test_hash_follows_what_workers_must_agree_on():
+    """Another folder or worker count is the same run; another learning rate is not."""
+    base = parse(MINIMAL).hash
+    assert parse({**MINIMAL, "run": {"name": "a", "folder": "/x"}, "rollout": {"workers": 9}}).hash == base
+    assert parse({**MINIMAL, "trainer": {"learning_rate": 1e-5}}).hash != base
+
+
+def test_schema_accepts_what_the_models_accept():
+    """The exported JSON Schema is a usable one, and every setting has its sentence."""
+    jsonschema.validate(MINIMAL, json_schema())
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**MINIMAL, "trainr": {}}, json_schema())
+    assert all(sentence for _, _, sentence in settings())
