@@ -32,7 +32,7 @@ test-fast: $(VENV)/.test  ## the tests that take under a minute together
 lint: $(VENV)/.test  ## ruff, pyright, import contracts, generated files
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python tools/generate_protos.py --check
 	$(BIN)/python tools/generate_reference.py --check
 

@@ -14,6 +14,7 @@ for people at a command line: one line, no traceback.
 from __future__ import annotations
 
 import grpc
+import grpc.aio
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
@@ -117,14 +118,14 @@ def from_status(status: status_pb2.Status) -> SlipstreamError | None:
     return error
 
 
-def from_rpc_error(error: grpc.RpcError) -> SlipstreamError:
+def from_rpc_error(error: grpc.aio.AioRpcError) -> SlipstreamError:
     """A failed call as our error. Transport failures (UNAVAILABLE, DEADLINE_EXCEEDED) become Unavailable."""
-    for key, value in error.trailing_metadata() or ():  # pyright: ignore[reportAttributeAccessIssue]
-        if key == "grpc-status-details-bin":
-            status = status_pb2.Status.FromString(value)
-            if (ours := from_status(status)) is not None:
+    for key, value in tuple(error.trailing_metadata() or ()):
+        if key == "grpc-status-details-bin" and isinstance(value, bytes):
+            ours = from_status(status_pb2.Status.FromString(value))
+            if ours is not None:
                 return ours
-    code, details = error.code(), error.details() or ""  # pyright: ignore[reportAttributeAccessIssue]
+    code, details = error.code(), error.details() or ""
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
         return Unavailable(details or code.name, reason=code.name)
     other = SlipstreamError(f"{code.name}: {details}", reason=code.name)
