@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
@@ -130,7 +131,7 @@ def skeleton(sent: Mapping[str, bytes], dtype: str = "float32", experts: str = "
             if "generation_config.json" in sent:
                 model.generation_config = GenerationConfig.from_pretrained(folder)
         except (OSError, ValueError, KeyError) as error:
-            raise InvalidInput(f"the files {sorted(sent)} do not describe a model: {_first_line(error)}", "FILES") from error
+            raise InvalidInput(f"the files {sorted(sent)} do not describe a model: {_one_line(error)}", "FILES") from error
     model.tie_weights()
     model.eval()
     return model, tokenizer
@@ -203,7 +204,7 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
 
 def _unique(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors without those that lie in the same place as an earlier one (tied weights)."""
-    first = {(t.data_ptr(), tuple(t.shape)): name for name, t in reversed(tensors.items()) if t.numel()}
+    first = {(t.data_ptr(), tuple(t.shape)): name for name, t in reversed(list(tensors.items())) if t.numel()}
     return {name: t for name, t in tensors.items() if not t.numel() or first[t.data_ptr(), tuple(t.shape)] == name}
 
 
@@ -222,9 +223,9 @@ def _load(model: config.Model, dtype: torch.dtype, experts: str) -> tuple[Any, A
             folder, dtype=dtype, **extra, **({} if model.gguf_file else {"experts_implementation": experts})
         )
     except ImportError as error:
-        raise ConfigError(f"model.path = {model.path!r} cannot be loaded: {_first_line(error)}") from error
+        raise ConfigError(f"model.path = {model.path!r} cannot be loaded: {_one_line(error)}") from error
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise ConfigError(f"model.path = {model.path!r} cannot be loaded: {_first_line(error)}; check the directory") from error
+        raise ConfigError(f"model.path = {model.path!r} cannot be loaded: {_one_line(error)}; check the directory") from error
     if model.gguf_file:
         loaded.set_experts_implementation(experts)
     return loaded, tokenizer
@@ -251,10 +252,10 @@ def _fresh(build: config.Build, dtype: torch.dtype, experts: str, seed: int) -> 
         try:
             shape = CONFIG_MAPPING[build.model_type](**settings)
             model = AutoModelForCausalLM.from_config(shape, dtype=dtype, experts_implementation=experts)
-        except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ZeroDivisionError) as error:
-            raise ConfigError(f"model.build.config does not make a {build.model_type} model: {_first_line(error)}") from error
+        except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, ZeroDivisionError) as error:
+            raise ConfigError(f"model.build.config does not make a {build.model_type} model: {_one_line(error)}") from error
     return model, tokenizer
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
