@@ -1,0 +1,24 @@
+"""Sort digits: "3141=" → "1134". Procedural, one turn, exact match; learnable from scratch by half a million parameters."""
+
+from __future__ import annotations
+
+from slipstream.environment import Environment, Reset, Task
+from slipstream.errors import ConfigError
+
+
+class SortDigits(Environment):
+    """Prompts of `shortest` to `longest` digits and "=". An answer that never stops is wrong, whatever it contains."""
+
+    scorer = "exact"
+    truncated_is_wrong = True
+    inline = True
+
+    def __init__(self, shortest: int = 4, longest: int = 8) -> None:
+        if not 1 <= shortest <= longest:
+            raise ConfigError(f"environments.args: shortest = {shortest}, longest = {longest}; 1 <= shortest <= longest is needed")
+        self.shortest, self.longest = shortest, longest
+
+    def reset(self, task: Task) -> Reset:
+        random = task.random
+        digits = random.choices("0123456789", k=random.randint(self.shortest, self.longest))
+        return Reset("".join(digits) + "=", answer="".join(sorted(digits)))
