@@ -65,19 +65,19 @@ def dense_experts(
         hidden_N_H.shape[0],
         experts.num_experts,
         dtype=weights_N_K.dtype,
-        device=weights_N_K.device,  # pyright: ignore
+        device=weights_N_K.device,
     ).scatter(1, index_N_K, weights_N_K)
-    rows_E_N_H = hidden_N_H.expand(experts.num_experts, -1, -1)  # pyright: ignore
+    rows_E_N_H = hidden_N_H.expand(experts.num_experts, -1, -1)
     name = "gate_up_proj" if experts.has_gate else "up_proj"
     inner_E_N_I = _expert_linear(experts, rows_E_N_H, name)
-    inner_E_N_I = experts._apply_gate(inner_E_N_I) if experts.has_gate else experts.act_fn(inner_E_N_I)  # pyright: ignore
+    inner_E_N_I = experts._apply_gate(inner_E_N_I) if experts.has_gate else experts.act_fn(inner_E_N_I)
     out_E_N_H = _expert_linear(experts, inner_E_N_I, "down_proj")
     if experts.has_post_expert_norm:
-        out_E_N_H = experts.post_expert_norm(out_E_N_H)  # pyright: ignore
+        out_E_N_H = experts.post_expert_norm(out_E_N_H)
     return (out_E_N_H * weights_N_E.t().unsqueeze(-1)).sum(dim=0).to(hidden_N_H.dtype)
 
 
-def _expert_linear(experts: nn.Module, rows: torch.Tensor, name: str) -> torch.Tensor:
+def _expert_linear(experts: Any, rows: torch.Tensor, name: str) -> torch.Tensor:
     weight = getattr(experts, name)
     out = torch.bmm(rows, weight if experts.is_transposed else weight.transpose(1, 2))
     return out + getattr(experts, name + "_bias").unsqueeze(1) if experts.has_bias else out
@@ -145,7 +145,7 @@ def state(model: nn.Module) -> list[RawTensor]:
 def raw(name: str, tensor: torch.Tensor) -> RawTensor:
     """One tensor as named bytes, copied."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).clone()
-    return RawTensor(name, _NAMES[tensor.dtype], tuple(tensor.shape), memoryview(flat.view(torch.uint8).numpy()))
+    return RawTensor(name, _NAMES[tensor.dtype], tuple(tensor.shape), flat.view(torch.uint8).numpy().data)
 
 
 def cooked(tensor: RawTensor) -> torch.Tensor:
@@ -252,7 +252,7 @@ def _fresh(build: config.Build, dtype: torch.dtype, experts: str, seed: int) -> 
         try:
             shape = CONFIG_MAPPING[build.model_type](**settings)
             model = AutoModelForCausalLM.from_config(shape, dtype=dtype, experts_implementation=experts)
-        except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, ZeroDivisionError) as error:
+        except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, ArithmeticError) as error:
             raise ConfigError(f"model.build.config does not make a {build.model_type} model: {_one_line(error)}") from error
     return model, tokenizer
 
