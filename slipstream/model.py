@@ -53,7 +53,7 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def dense_experts(
-    experts: nn.Module, hidden_N_H: torch.Tensor, index_N_K: torch.Tensor, weights_N_K: torch.Tensor
+    experts: Any, hidden_N_H: torch.Tensor, index_N_K: torch.Tensor, weights_N_K: torch.Tensor
 ) -> torch.Tensor:
     """Every expert on every row by `bmm`, weighted by zero where it was not chosen: float [N, H].
 
