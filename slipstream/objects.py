@@ -20,14 +20,14 @@ import os
 import re
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import BinaryIO, Protocol, TypeAlias
 from urllib.parse import unquote, urlsplit
 
 from slipstream.errors import ConfigError, Conflict, Exhausted, InvalidInput, NotFound, OutOfRange, SlipstreamError, Unavailable
 
-Piece: TypeAlias = "bytes | bytearray | memoryview"
+Piece: TypeAlias = bytes | bytearray | memoryview
 # What can be written: one buffer, or several that are written one after the other without being joined first.
-Data: TypeAlias = "Piece | Sequence[Piece]"
+Data: TypeAlias = Piece | Sequence[Piece]
 
 INLINE_BYTES = 1 << 20  # file IO below this runs in the event loop: cheaper than a thread
 _KEY = re.compile(r"[A-Za-z0-9_=+@-][A-Za-z0-9._=+@-]*(/[A-Za-z0-9_=+@-][A-Za-z0-9._=+@-]*)*")
@@ -120,9 +120,8 @@ def check_range(key: str, offset: int, size: int | None) -> None:
 
 def pieces(data: Data) -> list[Piece]:
     """What is to be written as a list of flat byte buffers."""
-    if isinstance(data, (bytes, bytearray, memoryview)):
-        data = [data]
-    return [p if isinstance(p, bytes) else memoryview(p).cast("B") for p in data if len(p)]
+    several: Sequence[Piece] = [data] if isinstance(data, (bytes, bytearray, memoryview)) else data
+    return [p if isinstance(p, bytes) else memoryview(p).cast("B") for p in several if memoryview(p).nbytes]
 
 
 async def probe_conditions(store: ObjectStore) -> None:
@@ -238,14 +237,7 @@ class FileStore:
     def _write(self, path: Path, parts: list[Piece], durable: bool, place) -> None:
         """Write a temp file beside `path` and move it there by `place` (os.replace or os.link)."""
         temp = path.with_name(f".{path.name}.{os.getpid()}-{next(self._numbers)}-{os.urandom(4).hex()}")
-        for attempt in itertools.count():
-            made = _make_folder(path.parent)
-            try:
-                file = temp.open("xb")
-                break
-            except FileNotFoundError:  # a concurrent delete removed the empty folder
-                if attempt == 100:
-                    raise
+        file, made = _open_new(temp)
         try:
             with file:
                 for part in parts:
@@ -306,6 +298,17 @@ def _walk(folder: Path) -> Iterator[Path]:
             yield from _walk(Path(entry.path))
         else:
             yield Path(entry.path)
+
+
+def _open_new(path: Path) -> tuple[BinaryIO, list[Path]]:
+    """A new file for writing, and the folders that were made for it."""
+    for _ in range(100):
+        made = _make_folder(path.parent)
+        try:
+            return path.open("xb"), made
+        except FileNotFoundError:  # a concurrent delete removed the empty folder
+            continue
+    raise FileNotFoundError(errno.ENOENT, "the folder vanishes as fast as it is made", str(path.parent))
 
 
 def _make_folder(folder: Path) -> list[Path]:

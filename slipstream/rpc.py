@@ -1,0 +1,322 @@
+"""gRPC as every service uses it: channels, servers, deadlines, errors, retries.
+
+Errors cross the wire as google.rpc.Status with ErrorInfo and RetryInfo (slipstream.errors): a SlipstreamError raised in a
+handler is the same SlipstreamError at the caller; anything else is INTERNAL and logged with its traceback.
+
+Every call has a deadline. Idempotent calls go through `call_until`, which rides out restarts of the server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import inspect
+import random
+import socket
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import grpc
+import uvloop
+from google.protobuf import duration_pb2
+from grpc_health.v1 import health as health_names
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection
+
+from slipstream import auth, errors, logs
+from slipstream.errors import ConfigError, SlipstreamError, Unavailable
+from slipstream.lifecycle import Clock, Waits
+
+T = TypeVar("T")
+Registration = tuple[Callable[[Any, Any], None], Any]
+Observe = Callable[[str, str, float], None]
+
+MESSAGE_BYTES = 64 << 20
+STATUS_DETAILS = "grpc-status-details-bin"
+_BACKOFF_S, _BACKOFF_MOST_S = 0.05, 2.0
+_LIMITS = [
+    ("grpc.max_send_message_length", MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MESSAGE_BYTES),
+]
+_CLIENT_OPTIONS = [
+    *_LIMITS,
+    # A dead peer is noticed within 30 s, also in the middle of a long poll. The server permits these pings, see below.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # A restarted server is found again within 2 s, not within gRPC's default of up to 120 s.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+]
+_SERVER_OPTIONS = [
+    *_LIMITS,
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # Half of the clients' interval: without this the server answers their pings with GOAWAY (too_many_pings).
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.max_ping_strikes", 0),
+    # Two servers on one port must be an error, not a lottery.
+    ("grpc.so_reuseport", 0),
+]
+
+log = logs.get("rpc")
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Run a program's main coroutine on uvloop."""
+    return uvloop.run(main)
+
+
+def duration(seconds: float) -> duration_pb2.Duration:
+    """Seconds as a protobuf Duration, to the nanosecond."""
+    value = duration_pb2.Duration()
+    value.FromNanoseconds(round(seconds * 1e9))
+    return value
+
+
+def seconds(value: duration_pb2.Duration) -> float:
+    """A protobuf Duration as seconds."""
+    return value.seconds + value.nanos / 1e9
+
+
+def channel(address: str, role: str = "", secret: bytes = b"") -> grpc.aio.Channel:
+    """A channel to host:port or unix:path. With a secret, each call carries the role's token."""
+    interceptors = _token_interceptors(auth.metadata(role, secret)) if secret else None
+    return grpc.aio.insecure_channel(address, _CLIENT_OPTIONS, interceptors=interceptors)
+
+
+async def call(method: Callable[..., Awaitable[T]], request: Any, timeout_s: float) -> T:
+    """One unary call within a deadline. Raises SlipstreamError: what the handler raised, or Unavailable."""
+    try:
+        return await method(request, timeout=timeout_s)
+    except grpc.aio.AioRpcError as error:
+        raise errors.from_rpc_error(error) from None
+
+
+async def call_until(
+    method: Callable[..., Awaitable[T]], request: Any, timeout_s: float, waits: Waits, what: str, clock: Clock,
+    give_up_s: float | None = None, jitter: Callable[[], float] = random.random,
+) -> T:
+    """One unary call, retried for as long as it is Unavailable. Only for idempotent methods.
+
+    Waits between tries: 0.05 s doubling to 2 s, times a random share (full jitter); at least the server's RetryInfo when it
+    sends one. `what` names the wait in status and metrics. Raises other errors at once, Unavailable after `give_up_s`.
+    """
+    started, backoff_s = clock.monotonic(), _BACKOFF_S
+    with waits.on(what) as wait:
+        while True:
+            try:
+                return await call(method, request, timeout_s)
+            except Unavailable as error:
+                if give_up_s is not None and clock.monotonic() - started >= give_up_s:
+                    raise
+                wait.sentence = f"{what}: {error.message or error.reason}"
+                pause_s = backoff_s * jitter()
+                if error.retry_s is not None:
+                    pause_s += error.retry_s
+            await clock.sleep(pause_s)
+            backoff_s = min(backoff_s * 2, _BACKOFF_MOST_S)
+
+
+class Server:
+    """A gRPC server with health for each service, reflection, limits and error statuses.
+
+    Example:
+        async with Server("127.0.0.1", 0, [(add_XServicer_to_server, servicer)]) as server:
+            server.address
+    """
+
+    def __init__(
+        self, host: str, port: int, registrations: Sequence[Registration], secret: bytes = b"", grace_s: float = 5,
+        observe: Observe | None = None,
+    ) -> None:
+        """`observe(method, code, seconds)` is told of every finished call.
+
+        Raises ConfigError for a host that is not loopback when there is no secret.
+        """
+        if not secret and not _is_loopback(host):
+            raise ConfigError(
+                f"--host {host} is not loopback and the run folder has no secret, so anybody could call: "
+                "use --host 127.0.0.1 or put a secret file there (mode 600)")
+        self._host, self._port, self._registrations, self._grace_s = host, port, registrations, grace_s
+        interceptors: list[grpc.aio.ServerInterceptor] = [_ErrorInterceptor(observe)]
+        if secret:
+            interceptors.append(auth.RoleInterceptor(secret))
+        self._server = grpc.aio.server(interceptors=interceptors, options=_SERVER_OPTIONS)
+        self._health = HealthServicer()
+        self._names: list[str] = []
+        self._stopped = False
+        self.address = ""
+
+    async def __aenter__(self) -> Server:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Listen. Raises ConfigError when the port is taken."""
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        for add, servicer in self._registrations:
+            recorder = _Recorder(self._server)
+            add(servicer, recorder)
+            self._names += recorder.names
+        names = [health_names.SERVICE_NAME, reflection.SERVICE_NAME, *self._names]
+        reflection.enable_server_reflection(names, self._server)
+        await self.set_serving(True)
+        check_port(self._host, self._port, "--port")
+        try:
+            port = self._server.add_insecure_port(f"{self._host}:{self._port}")
+        except RuntimeError as error:
+            raise ConfigError(f"--port {self._port}: cannot listen on {self._host}: {error}") from None
+        await self._server.start()
+        self.address = f"{self._host}:{port}"
+
+    async def set_serving(self, serving: bool) -> None:
+        """Health of every service: SERVING or NOT_SERVING. Calls are answered all the same."""
+        states = health_pb2.HealthCheckResponse
+        for name in ("", *self._names):
+            await self._health.set(name, states.SERVING if serving else states.NOT_SERVING)
+
+    async def stop(self) -> None:
+        """Refuse new calls; give those in flight `grace_s` to end, then cancel them. Calling again does nothing."""
+        if not self._stopped:
+            self._stopped = True
+            await self._server.stop(self._grace_s)
+
+
+class _Recorder:
+    """Stands in for the server while generated code registers, to learn the services' names."""
+
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self._server = server
+        self.names: list[str] = []
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
+        self.names += [h.service_name() for h in handlers if hasattr(h, "service_name")]
+        self._server.add_generic_rpc_handlers(handlers)
+
+    def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
+        """The same methods once more, for a faster look-up. Left out: one way of dispatch is enough."""
+
+
+class _ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Turns exceptions of handlers into statuses with details, for unary and streaming methods, and times every call."""
+
+    def __init__(self, observe: Observe | None) -> None:
+        self._observe = observe
+
+    async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = handler_call_details.method
+        inner: Any
+        if handler.response_streaming:
+            inner = handler.stream_stream if handler.request_streaming else handler.unary_stream
+            make = (
+                grpc.stream_stream_rpc_method_handler if handler.request_streaming else grpc.unary_stream_rpc_method_handler)
+        else:
+            inner = handler.stream_unary if handler.request_streaming else handler.unary_unary
+            make = grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
+        if inspect.isasyncgenfunction(inner):
+            return make(self._stream(method, inner), handler.request_deserializer, handler.response_serializer)
+        return make(self._single(method, inner), handler.request_deserializer, handler.response_serializer)
+
+    def _single(self, method: str, inner: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+        async def handle(request: Any, context: grpc.aio.ServicerContext) -> Any:
+            started = time.perf_counter()
+            try:
+                response = await inner(request, context)
+            except Exception as error:
+                await self._abort(method, context, error, started)
+            else:
+                self._done(method, "OK", started)
+                return response
+
+        return handle
+
+    def _stream(self, method: str, inner: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        async def handle(request: Any, context: grpc.aio.ServicerContext):
+            started = time.perf_counter()
+            try:
+                async with contextlib.aclosing(inner(request, context)) as responses:
+                    async for response in responses:
+                        yield response
+            except Exception as error:
+                await self._abort(method, context, error, started)
+            else:
+                self._done(method, "OK", started)
+
+        return handle
+
+    async def _abort(self, method: str, context: grpc.aio.ServicerContext, error: Exception, started: float) -> None:
+        if isinstance(error, grpc.aio.BaseError):
+            self._done(method, "ABORTED_BY_HANDLER", started)
+            raise error
+        if not isinstance(error, SlipstreamError):
+            log.exception(f"{method} failed", error)
+        status = errors.to_status(error)
+        code = errors.grpc_code(status)
+        self._done(method, code.name, started)
+        await context.abort(code, status.message, ((STATUS_DETAILS, status.SerializeToString()),))
+
+    def _done(self, method: str, code: str, started: float) -> None:
+        if self._observe is not None:
+            self._observe(method, code, time.perf_counter() - started)
+
+
+def check_port(host: str, port: int, option: str) -> None:
+    """Raises ConfigError with the remedy when host:port cannot be listened on. gRPC itself only says that it failed."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except socket.gaierror as error:
+        raise ConfigError(f"--host {host} is not an address of this machine: {error.strerror}") from None
+    except OSError as error:
+        remedy = (
+            f"port {port} on {host} is in use: stop the process that has it, or choose another with {option} (0 = a free one)"
+            if error.errno == errno.EADDRINUSE
+            else f"{option} {port}: cannot listen on {host}: {error.strerror}; choose another port (0 = a free one) or --host")
+        raise ConfigError(remedy) from None
+
+
+def _token_interceptors(metadata: Sequence[tuple[str, str]]) -> list[grpc.aio.ClientInterceptor]:
+    """One interceptor per kind of call: grpc.aio files each object under the first kind that it is an instance of."""
+
+    def with_token(details: Any) -> Any:
+        joined = grpc.aio.Metadata(*(details.metadata or ()), *metadata)
+        return grpc.aio.ClientCallDetails(details.method, details.timeout, joined, details.credentials, details.wait_for_ready)
+
+    class UnaryUnary(grpc.aio.UnaryUnaryClientInterceptor):
+        async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+            return await continuation(with_token(client_call_details), request)
+
+    class UnaryStream(grpc.aio.UnaryStreamClientInterceptor):
+        async def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+            return await continuation(with_token(client_call_details), request)
+
+    class StreamUnary(grpc.aio.StreamUnaryClientInterceptor):
+        async def intercept_stream_unary(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
+            return await continuation(with_token(client_call_details), request_iterator)
+
+    class StreamStream(grpc.aio.StreamStreamClientInterceptor):
+        async def intercept_stream_stream(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
+            return await continuation(with_token(client_call_details), request_iterator)
+
+    return [UnaryUnary(), UnaryStream(), StreamUnary(), StreamStream()]
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1", "[::1]") or host.startswith(("127.", "unix:"))
