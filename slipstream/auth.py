@@ -1,7 +1,8 @@
 """Who may call what: a role token in the metadata of each call, checked before the method runs.
 
 The token is HMAC-SHA256(secret, role) in hex, sent as `authorization: Slipstream <role>:<token>`. The secret is the file
-`secret` in the run folder, readable by its owner only. Without that file nobody is checked, and servers listen on loopback only.
+`secret` in the run folder, readable by its owner only. Without that file nobody is checked, and servers listen on loopback
+only.
 """
 
 from __future__ import annotations

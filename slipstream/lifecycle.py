@@ -22,11 +22,11 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, Protocol
 
 from slipstream import logs
-from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.errors import ConfigError, Fenced, SlipstreamError
 
 NOT_SERVING, STOP_INTAKE, FINISH, FLUSH, CLOSE = range(5)
 STAGES = ("not serving", "stop intake", "finish or hand back", "flush", "close")
-EXIT_OK, EXIT_ERROR, EXIT_CONFIG = 0, 1, 2
+EXIT_OK, EXIT_ERROR, EXIT_CONFIG, EXIT_FENCED = 0, 1, 2, 3
 
 log = logs.get("lifecycle")
 
@@ -144,7 +144,7 @@ class Lifecycle:
         self.request_stop("finished")
 
     async def run(self) -> int:
-        """Wait until something asks to stop, stop in stages, return the exit code: 0 normal, 2 configuration, 1 other."""
+        """Wait until something asks to stop, stop in stages, return the exit code: 0 normal, 2 configuration, 3 fenced, 1 other."""
         await self.stopping.wait()
         log.info(f"stopping: {self.reason}")
         for stage, title in enumerate(STAGES):
@@ -154,9 +154,11 @@ class Lifecycle:
                 if number == stage:
                     await self._call(title, name, stop)
         log.info("stopped", reason=self.reason, forced=self._forced)
-        if self.error is not None:
-            return EXIT_CONFIG if isinstance(self.error, ConfigError) else EXIT_ERROR
-        return EXIT_ERROR if self._forced else EXIT_OK
+        if isinstance(self.error, ConfigError):
+            return EXIT_CONFIG
+        if isinstance(self.error, Fenced):
+            return EXIT_FENCED
+        return EXIT_ERROR if self._forced or self.error else EXIT_OK
 
     async def _call(self, title: str, name: str, stop: Callable[[], Awaitable[object]]) -> None:
         """One callback, within its deadline. Whatever happens, the stop goes on."""
@@ -168,7 +170,7 @@ class Lifecycle:
             log.error(f"stage {title}: {name} took more than {self.stage_timeout_s} s and was left behind")
         except Exception as error:
             self.error = self.error or error
-            log.exception(f"stage {title}: {name} failed", error)
+            log.exception(f"stage {title}: {name} failed", error=error)
 
     async def _cancel_tasks(self) -> None:
         tasks = [t for t in self._tasks if t is not asyncio.current_task()]
@@ -195,11 +197,11 @@ class Lifecycle:
 
     def _failed(self, name: str, error: BaseException) -> None:
         """A task raised. While stopping, what it needed may be gone already: that is no failure of this process."""
-        if isinstance(error, ConfigError):
-            log.error(error.message)
-        elif self.stopping.is_set() and isinstance(error, SlipstreamError):
+        if self.stopping.is_set() and isinstance(error, SlipstreamError):
             log.warning(f"task {name} ended while stopping: {error.message}")
             return
+        if isinstance(error, (ConfigError, Fenced)):
+            log.error(error.message, task=name)
         else:
-            log.exception(f"task {name} failed", error)
+            log.exception(f"task {name} failed", error=error)
         self.request_stop(f"task {name} failed: {error}", error)

@@ -43,8 +43,9 @@ class Log:
     def error(self, message: str, **fields: object) -> None:
         self._write(logging.ERROR, message, fields)
 
-    def exception(self, message: str, error: BaseException, **fields: object) -> None:
-        """An error with its traceback."""
+    def exception(self, message: str, *, error: BaseException | None = None, **fields: object) -> None:
+        """An error with its traceback; without `error`, the one that is being handled."""
+        error = error or sys.exc_info()[1]
         self._write(logging.ERROR, f"{message}: {error!r}", fields, error)
 
     def _write(self, level: int, message: str, fields: dict[str, object], error: BaseException | None = None) -> None:

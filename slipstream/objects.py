@@ -121,7 +121,7 @@ def check_range(key: str, offset: int, size: int | None) -> None:
 def pieces(data: Data) -> list[Piece]:
     """What is to be written as a list of flat byte buffers."""
     several: Sequence[Piece] = [data] if isinstance(data, (bytes, bytearray, memoryview)) else data
-    return [p if isinstance(p, bytes) else memoryview(p).cast("B") for p in several if memoryview(p).nbytes]
+    return [p if isinstance(p, bytes) else _flat(p) for p in several if memoryview(p).nbytes]
 
 
 async def probe_conditions(store: ObjectStore) -> None:
@@ -279,6 +279,11 @@ class FileStore:
         for part in parts:
             digest.update(part)
         return digest.hexdigest()
+
+
+def _flat(piece: Piece) -> memoryview:
+    """Any contiguous buffer as bytes, without a copy."""
+    return memoryview(piece).cast("B")
 
 
 def _bytes(parts: list[Piece]) -> int:

@@ -264,7 +264,7 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):
             self._done(method, "ABORTED_BY_HANDLER", started)
             raise error
         if not isinstance(error, SlipstreamError):
-            log.exception(f"{method} failed", error)
+            log.exception(f"{method} failed", error=error)
         status = errors.to_status(error)
         code = errors.grpc_code(status)
         self._done(method, code.name, started)

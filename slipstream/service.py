@@ -1,0 +1,300 @@
+"""What every service process has in common: command line, context, status, service file, exit codes.
+
+    python -m services.<service> --run-file PATH --instance NAME --buffer HOST:PORT [--port N] [--metrics-port N]
+
+A service's __main__ is `main("reward", start)`; its `start(context)` builds servicers, calls `await context.serve([...])` and
+spawns its loops on `context.lifecycle`. The supervisor and Kubernetes start it the same way.
+
+Exit codes: 0 stopped or finished; 1 an error, restart may help; 2 the run file or the command line cannot be used, restart does
+not help; 3 fenced by a newer process, restart would fight it; killed by the signal when it came twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import grpc
+from prometheus_client import CollectorRegistry
+
+from slipstream import auth, logs, rpc, telemetry
+from slipstream.config import RunFile, load
+from slipstream.errors import ConfigError, InvalidInput, SlipstreamError
+from slipstream.lifecycle import CLOSE, EXIT_CONFIG, FLUSH, NOT_SERVING, Clock, Lifecycle, SystemClock, Waits
+from slipstream.objects import ObjectStore, open_store
+from slipstream.protos.types.v1 import policy_pb2, status_pb2, status_pb2_grpc
+
+SERVICES = ("buffer", "rollout", "reward", "trainer")
+DEBUG = "SLIPSTREAM_DEBUG"
+_WRITERS = ("buffer", "trainer")  # services that cannot work on an object store that ignores conditions
+
+log = logs.get("service")
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceArguments:
+    """The command line of a service process."""
+
+    run: RunFile
+    service: str
+    instance: str
+    buffer: str  # host:port of the buffer; "" for the buffer itself
+    host: str = "127.0.0.1"
+    port: int = 0
+    metrics_port: int = 0
+    redis: str = ""
+    run_file: Path = Path()
+
+
+def arguments(service: str, argv: Sequence[str] | None = None) -> ServiceArguments:
+    """Read the command line. Raises ConfigError; argparse exits with 2 for an unknown option."""
+    parser = argparse.ArgumentParser(prog=f"python -m services.{service}", description=f"The {service} service of Slipstream.")
+    parser.add_argument("--run-file", type=Path, required=True, help="resolved run file, .json or .toml")
+    parser.add_argument("--instance", default=f"{service}-0", help="name of this process within the run")
+    parser.add_argument("--buffer", default="", help="host:port of the buffer")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=int, default=0, help="gRPC port; 0 = a free one")
+    parser.add_argument("--metrics-port", type=int, default=0, help="Prometheus port; 0 = a free one")
+    if service == "buffer":
+        parser.add_argument("--redis", default="", help="Redis URL; default: buffer.redis of the run file")
+    found = parser.parse_args(argv)
+    run = load(found.run_file)
+    for option, port in (("--port", found.port), ("--metrics-port", found.metrics_port)):
+        if not 0 <= port < 65536:
+            raise ConfigError(f"{option} {port} is not a port: choose 1 to 65535, or 0 for a free one")
+    buffer = "" if service == "buffer" else found.buffer or run.service.buffer_address
+    if service != "buffer" and not buffer:
+        raise ConfigError(f"{service} needs the buffer's address: pass --buffer HOST:PORT or set service.buffer_address")
+    redis = (found.redis or run.buffer.redis) if service == "buffer" else ""
+    return ServiceArguments(
+        run, service, found.instance, buffer, found.host, found.port, found.metrics_port, redis, found.run_file)
+
+
+def launch_environment(threads: int = 1) -> dict[str, str]:
+    """Variables that a launcher adds for a service process; they only work from the start of the process.
+
+    malloc: large buffers are reused instead of being mapped and page-faulted anew each time. threads: CPU threads of numeric
+    libraries, 0 = all; without a bound every process of a run would start one per core.
+    """
+    variables = {
+        "MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 32), "TOKENIZERS_PARALLELISM": "false"}
+    if threads:
+        variables |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
+    return variables
+
+
+class ServiceContext:
+    """What a service is given. `figures` and `details` are shown by status; set them, and `policy_version`, at will."""
+
+    def __init__(
+        self, args: ServiceArguments, lifecycle: Lifecycle, clock: Clock, store: ObjectStore, secret: bytes = b"",
+        registry: CollectorRegistry | None = None,
+    ) -> None:
+        self.arguments = args
+        self.run = args.run
+        self.lifecycle = lifecycle
+        self.clock = clock
+        self.waits = Waits(clock)
+        self.store = store
+        self.registry = registry or CollectorRegistry()
+        self.metrics = telemetry.ProcessMetrics(self.registry, args.service)
+        self.figures: dict[str, float] = {}
+        self.details: dict[str, Any] = {}
+        self.policy_version: policy_pb2.PolicyVersion | None = None
+        self.address = ""
+        self.metrics_address = ""
+        self.started = clock.monotonic()
+        self._secret = secret
+        self._channel: grpc.aio.Channel | None = None
+
+    @property
+    def channel(self) -> grpc.aio.Channel:
+        """The channel to the buffer, made at first use, with this service's role."""
+        if self._channel is None:
+            self._channel = rpc.channel(self.arguments.buffer, self.arguments.service, self._secret)
+        return self._channel
+
+    @property
+    def state(self) -> str:
+        """Health in one word: starting, serving, draining or stalled."""
+        if self.lifecycle.stopping.is_set():
+            return "draining"
+        if not self.address:
+            return "starting"
+        return "stalled" if self.stalled else "serving"
+
+    @property
+    def stalled(self) -> bool:
+        """Whether one wait has lasted longer than service.stall_s."""
+        current = self.waits.current
+        return current is not None and current[1] > self.run.service.stall_s
+
+    async def serve(self, registrations: Sequence[rpc.Registration]) -> str:
+        """Start gRPC (with health, reflection and StatusService) and metrics, write the service file. Returns host:port."""
+        args = self.arguments
+        status = (status_pb2_grpc.add_StatusServiceServicer_to_server, _StatusServicer(self))
+        server = rpc.Server(
+            args.host, args.port, [*registrations, status], self._secret, observe=self.metrics.observe_rpc)
+        await server.start()
+        self.lifecycle.on_stop(NOT_SERVING, lambda: server.set_serving(False), "health")
+        self.lifecycle.on_stop(FLUSH, server.stop, "gRPC server")
+        if self.run.service.metrics:
+            self.metrics_address = telemetry.serve(self.registry, args.metrics_port, args.host)
+        self.address = server.address
+        path = self._write_service_file()
+        self.lifecycle.on_stop(CLOSE, lambda: _unlink(path), "service file")
+        log.info("serving", address=self.address, metrics_address=self.metrics_address)
+        return self.address
+
+    async def watch_waits(self) -> None:
+        """Keep the waiting metrics up to date, and say once when a wait becomes a stall and once when it ends."""
+        told = False
+        while True:
+            current, stalled = self.waits.current, self.stalled
+            self.metrics.waiting(current, stalled)
+            if stalled and not told and current:
+                log.error(
+                    f"stalled: waiting for {current[0]}", waited_s=round(current[1], 1), stall_s=self.run.service.stall_s)
+            elif told and not stalled:
+                log.info("no longer stalled")
+            told = stalled
+            await self.clock.sleep(min(1.0, self.run.service.stall_s / 4))
+
+    async def close(self) -> None:
+        """Close what the context opened itself."""
+        if self._channel is not None:
+            await self._channel.close()
+
+    def _write_service_file(self) -> Path:
+        args = self.arguments
+        path = self.run.folder / "services" / f"{args.instance}.json"
+        content = {
+            "service": args.service, "instance": args.instance, "pid": os.getpid(), "address": self.address,
+            "metrics_address": self.metrics_address, "started_unix": self.clock.unix()}
+        with writable(self.run.folder):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temp = path.with_name(f".{path.name}.{os.getpid()}")
+            temp.write_text(json.dumps(content))
+            temp.replace(path)
+        return path
+
+
+class _StatusServicer(status_pb2_grpc.StatusServiceServicer):
+    def __init__(self, context: ServiceContext) -> None:
+        self._context = context
+
+    async def GetStatus(self, request: status_pb2.GetStatusRequest, context: Any) -> status_pb2.GetStatusResponse:
+        own = self._context
+        sentence, waited_s = own.waits.current or ("", 0.0)
+        response = status_pb2.GetStatusResponse(
+            run=own.run.run.name, service=own.arguments.service, instance=own.arguments.instance, state=own.state,
+            waiting_for=sentence, waited=rpc.duration(waited_s), uptime=rpc.duration(own.clock.monotonic() - own.started),
+            policy_version=own.policy_version, figures=telemetry.figures(own.registry) | own.figures)
+        response.details.update(json.loads(json.dumps(own.details, default=str)))
+        return response
+
+
+@contextlib.asynccontextmanager
+async def open_context(args: ServiceArguments, lifecycle: Lifecycle, clock: Clock) -> AsyncIterator[ServiceContext]:
+    """A context with its object store opened and probed. Raises ConfigError."""
+    with writable(args.run.folder):
+        args.run.folder.mkdir(parents=True, exist_ok=True)
+    secret = auth.read_secret(args.run.folder)
+    objects = args.run.objects
+    async with open_store(args.run.objects_url, objects.endpoint, objects.region) as store:
+        if args.service in _WRITERS:
+            await store.probe()
+        context = ServiceContext(args, lifecycle, clock, store, secret)
+        try:
+            yield context
+        finally:
+            await context.close()
+
+
+def main(service: str, start: Callable[[ServiceContext], Awaitable[None]], argv: Sequence[str] | None = None) -> NoReturn:
+    """Run a service process to its end and exit. Called by the __main__ of each service."""
+    logs.configure(service, f"{service}-?", "")
+    try:
+        args = arguments(service, argv)
+        logs.configure(service, args.instance, args.run.run.name)
+        code = rpc.run(_run(args, start))
+    except ConfigError as error:
+        _explain(error)
+        code = EXIT_CONFIG
+    sys.stderr.flush()
+    sys.exit(code)
+
+
+async def _run(args: ServiceArguments, start: Callable[[ServiceContext], Awaitable[None]]) -> int:
+    clock = SystemClock()
+    lifecycle = Lifecycle(clock)
+    _handle_signals(lifecycle)
+    async with open_context(args, lifecycle, clock) as context:
+        starting = lifecycle.spawn("start", _started(start, context), endless=False)
+        lifecycle.on_stop(NOT_SERVING, lambda: _cancel(starting), "start")
+        lifecycle.spawn("wait metrics", context.watch_waits())
+        return await lifecycle.run()
+
+
+async def _started(start: Callable[[ServiceContext], Awaitable[None]], context: ServiceContext) -> None:
+    """Run a service's start. Bad input here is a matter of configuration: one line."""
+    try:
+        await start(context)
+    except (ConfigError, InvalidInput) as error:
+        if os.environ.get(DEBUG):
+            log.exception("start failed", error=error)
+        raise ConfigError(error.message, error.reason) from error
+
+
+def _handle_signals(lifecycle: Lifecycle) -> None:
+    """The first SIGTERM or SIGINT asks to stop. It also restores the default action, so the second one kills at once, even
+    in the middle of a long computation: an exit status that is not zero.
+    """
+    loop = asyncio.get_running_loop()
+
+    def stop(number: int, frame: object) -> None:
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, signal.SIG_DFL)
+        loop.call_soon_threadsafe(lifecycle.request_stop, signal.Signals(number).name)
+
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, stop)
+
+
+def _explain(error: SlipstreamError) -> None:
+    """One line: plain for a person at a terminal, JSON for a log file. With SLIPSTREAM_DEBUG=1 also the traceback."""
+    if os.environ.get(DEBUG):
+        log.exception("configuration", error=error)
+    elif sys.stderr.isatty():
+        sys.stderr.write(f"error: {error.message}\n")
+    else:
+        log.error(error.message)
+
+
+@contextlib.contextmanager
+def writable(folder: Path):
+    """Turn an OSError in the block into a ConfigError that names the folder and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"run folder {folder} cannot be written ({error.strerror}): set run.folder to another one, or change its owner or "
+            "mode") from None
+
+
+async def _cancel(task: asyncio.Task[Any]) -> None:
+    task.cancel("stopping")
+    await asyncio.wait([task])
+
+
+async def _unlink(path: Path) -> None:
+    path.unlink(missing_ok=True)

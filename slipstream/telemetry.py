@@ -1,0 +1,163 @@
+"""Every metric of every service, by name, once; and the endpoint that serves them.
+
+Each service makes its own group on its own registry, so several services can live in one process of a test:
+    registry = CollectorRegistry()
+    metrics = telemetry.BufferMetrics(registry)
+    metrics.open_draws.set(3)
+    address = telemetry.serve(registry, port=0)
+
+Names are slipstream_<service>_<what>_<unit>; labels are few and never an instance, a draw or a sample. prometheus_client adds
+`_total` to counters.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+import slipstream
+from slipstream.rpc import check_port
+
+_RPC_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_WORK_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class _Group:
+    """Makes metrics with one prefix on one registry."""
+
+    def __init__(self, registry: CollectorRegistry, prefix: str) -> None:
+        self._registry, self._prefix = registry, f"slipstream_{prefix}" if prefix else "slipstream"
+
+    def _gauge(self, name: str, sentence: str, *labels: str) -> Gauge:
+        return Gauge(f"{self._prefix}_{name}", sentence, labels, registry=self._registry)
+
+    def _counter(self, name: str, sentence: str, *labels: str) -> Counter:
+        return Counter(f"{self._prefix}_{name}", sentence, labels, registry=self._registry)
+
+    def _histogram(self, name: str, sentence: str, *labels: str, buckets: tuple[float, ...] = _WORK_S) -> Histogram:
+        return Histogram(f"{self._prefix}_{name}", sentence, labels, buckets=buckets, registry=self._registry)
+
+
+class ProcessMetrics(_Group):
+    """What every process has."""
+
+    def __init__(self, registry: CollectorRegistry, service: str) -> None:
+        super().__init__(registry, "")
+        self.waiting_seconds = self._gauge("waiting_seconds", "How long the process has waited for this, now.", "for_")
+        self.stalled = self._gauge("stalled", "1 while one wait has lasted longer than service.stall_s.")
+        self.rpc_seconds = self._histogram(
+            "rpc_seconds", "Time in which this process handled a call, long polls included.", "method", "code", buckets=_RPC_S)
+        self.build_info = self._gauge("build_info", "Always 1; the labels say what runs.", "service", "version", "python")
+        self.build_info.labels(service, slipstream.__version__, platform.python_version()).set(1)
+
+    def observe_rpc(self, method: str, code: str, seconds: float) -> None:
+        """One finished call, "/package.Service/Method"."""
+        self.rpc_seconds.labels(method.rpartition(".")[2], code).observe(seconds)
+
+    def waiting(self, current: tuple[str, float] | None, stalled: bool) -> None:
+        """What the process waits for now. The label is the sentence up to its colon, numbers as #: few values in all."""
+        self.waiting_seconds.clear()
+        if current is not None:
+            self.waiting_seconds.labels(re.sub(r"\d+", "#", current[0].partition(":")[0])).set(current[1])
+        self.stalled.set(stalled)
+
+
+class BufferMetrics(_Group):
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry, "buffer")
+        self.open_draws = self._gauge("open_draws", "Draws whose group is not terminal and not batched.")
+        self.outstanding_groups = self._gauge(
+            "outstanding_groups", "Groups drawn and not yet covered by a published step; the budget bounds it.")
+        self.leases = self._gauge("leases", "Leases held now.", "kind")
+        self.unscored_samples = self._gauge("unscored_samples", "Samples submitted that wait for a score.")
+        self.complete_groups = self._gauge("complete_groups", "Groups ready for a batch.")
+        self.bytes = self._gauge("bytes", "Bytes of bodies held in Redis.")
+        self.quota_bytes = self._gauge("quota_bytes", "Most bytes of bodies that may be held in Redis.")
+        self.published_step = self._gauge("published_step", "Newest step that has a policy version.")
+        self.numbered_batch = self._gauge("numbered_batch", "Last batch whose composition is durable.")
+        self.committed_batch = self._gauge("committed_batch", "Last batch covered by a durable checkpoint.")
+        self.incarnation = self._gauge("incarnation", "Newest trainer incarnation.")
+        self.groups_dropped = self._counter("groups_dropped", "Groups that were never trained.", "reason")
+        self.samples = self._counter("samples", "Samples submitted: accepted, outdated, failed.", "outcome")
+        self.rejected = self._counter("rejected", "Items of requests that were refused.", "reason")
+        self.leases_expired = self._counter("leases_expired", "Leases granted again because the holder was silent.", "kind")
+        self.ledger_seconds = self._histogram("ledger_seconds", "Time of one ledger operation.", "operation", buckets=_RPC_S)
+
+
+class RolloutMetrics(_Group):
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry, "rollout")
+        self.generated_tokens = self._counter("generated_tokens", "Tokens sampled.")
+        self.active_slots = self._gauge("active_slots", "Sequences that are being decoded.")
+        self.slots = self._gauge("slots", "Most sequences decoded together.")
+        self.swaps = self._counter("swaps", "Weight swaps: loaded, refused, failed.", "outcome")
+        self.swap_seconds = self._histogram("swap_seconds", "Time without decoding because of a swap.")
+        self.fetch_seconds = self._histogram("fetch_seconds", "Time to fetch and verify a policy version, beside decoding.")
+        self.loaded_step = self._gauge("loaded_step", "Step of the loaded policy version.")
+        self.policy_version = self._gauge("policy_version", "Number of the loaded policy version.")
+        self.episodes = self._counter("episodes", "Episodes ended: submitted, outdated, failed, handed_back.", "outcome")
+        self.environment_seconds = self._histogram("environment_seconds", "Time of one environment call.", "call")
+        self.decode_seconds = self._histogram("decode_seconds", "Time of one decode step.", buckets=_RPC_S)
+
+
+class RewardMetrics(_Group):
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry, "reward")
+        self.scores = self._counter("scores", "Samples scored: scored, failed.", "outcome")
+        self.score_seconds = self._histogram("score_seconds", "Time of one scorer call.", "scorer", buckets=_RPC_S)
+
+
+class TrainerMetrics(_Group):
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry, "trainer")
+        self.step = self._gauge("step", "Last finished optimizer step.")
+        self.incarnation = self._gauge("incarnation", "Fencing number of this start.")
+        self.checkpoint_step = self._gauge("checkpoint_step", "Last step covered by a durable checkpoint.")
+        self.reward_mean = self._gauge("reward_mean", "Mean reward of the last batch.")
+        self.loss = self._gauge("loss", "Loss of the last step.")
+        self.grad_norm = self._gauge("grad_norm", "Gradient norm of the last step before clipping.")
+        self.entropy = self._gauge("entropy", "Mean entropy of the policy over the trained tokens, in nats.")
+        self.clip_share = self._gauge("clip_share", "Share of tokens whose ratio was clipped.")
+        self.logprob_gap_mean = self._gauge(
+            "logprob_gap_mean", "Mean |trainer - sampler| log-probability over the tokens, in nats.")
+        self.logprob_gap_max = self._gauge("logprob_gap_max", "Greatest |trainer - sampler| log-probability, in nats.")
+        self.lag_mean = self._gauge("lag_mean", "Mean lag of the groups of the last batch, in steps.")
+        self.lag_max = self._gauge("lag_max", "Greatest lag of the groups of the last batch, in steps.")
+        self.learning_rate = self._gauge("learning_rate", "Learning rate of the last step.")
+        self.step_seconds = self._histogram("step_seconds", "Time of one optimizer step, without the wait for its batch.")
+        self.wait_seconds = self._histogram("wait_seconds", "Time that one step waited for its batch.")
+        self.publish_seconds = self._histogram("publish_seconds", "Time to write and announce one policy version.")
+        self.checkpoint_seconds = self._histogram("checkpoint_seconds", "Time to write and verify one checkpoint.")
+        self.tokens = self._counter("tokens", "Tokens that went through the model, context included.")
+        self.trained_tokens = self._counter("trained_tokens", "Generated tokens that the loss covered.")
+        self.samples = self._counter("samples", "Samples trained.")
+
+
+class EnvironmentMetrics(_Group):
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry, "environment")
+        self.episodes = self._gauge("episodes", "Episodes open now.")
+        self.call_seconds = self._histogram("call_seconds", "Time of one call of the user's code.", "call", buckets=_RPC_S)
+        self.errors = self._counter("errors", "Calls of the user's code that raised.", "call")
+
+
+def figures(registry: CollectorRegistry) -> dict[str, float]:
+    """Gauges and counters by name without `slipstream_`, summed over labels, for status. Histograms are left out."""
+    found: dict[str, float] = {}
+    for family in registry.collect():
+        if family.type in ("gauge", "counter"):
+            for sample in family.samples:
+                if not sample.name.endswith("_created"):
+                    name = sample.name.removeprefix("slipstream_")
+                    found[name] = found.get(name, 0.0) + sample.value
+    found.pop("build_info", None)
+    return found
+
+
+def serve(registry: CollectorRegistry, port: int = 0, host: str = "127.0.0.1") -> str:
+    """Serve /metrics in a daemon thread; port 0 = a free one. Returns host:port. Raises ConfigError when the port is taken."""
+    check_port(host, port, "--metrics-port")
+    server, _ = start_http_server(port, host, registry)
+    return f"{host}:{server.server_port}"
