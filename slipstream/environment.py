@@ -39,6 +39,7 @@ from slipstream.protos.types.v1 import sample_pb2
 
 if TYPE_CHECKING:
     from slipstream.environments.client import EnvironmentClient
+    from slipstream.lifecycle import Clock, Waits
 
 FINISH_STOP = sample_pb2.FINISH_REASON_STOP
 FINISH_LENGTH = sample_pb2.FINISH_REASON_LENGTH
@@ -74,6 +75,12 @@ class Observation:
         given = [name for name in ("text", "messages", "tokens") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"an observation is exactly one of text, messages and tokens; given: {', '.join(given) or 'none'}")
+        if self.text is not None and not isinstance(self.text, str):
+            raise ValueError(f"text = {self.text!r} is a {type(self.text).__name__}, not a str")
+        for i, message in enumerate(self.messages or ()):
+            if not (isinstance(message, Mapping) and {"role", "content"} <= message.keys()
+                    and all(isinstance(v, str) for v in (message["role"], message["content"]))):
+                raise ValueError(f'messages[{i}] = {message!r} is not of the form {{"role": "user", "content": "..."}}')
 
 
 @dataclass(slots=True)
@@ -98,7 +105,7 @@ class Action:
 class Step:
     """Answer to an action. `reward` values this turn; None leaves it to the scorer. `done` ends the episode."""
 
-    observation: Observation | None = None
+    observation: Observation | str | None = None  # a str is text
     done: bool = False
     reward: float | None = None
     components: dict[str, float] = field(default_factory=dict)
@@ -212,14 +219,15 @@ def nearest(name: str, known: Sequence[str] | Mapping[str, Any]) -> str:
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(names)) or 'none'}"
 
 
-def connect(settings: config.Environment) -> EnvironmentClient:
+def connect(settings: config.Environment, waits: Waits | None = None, clock: Clock | None = None) -> EnvironmentClient:
     """A client of the environment that the run file names: in this process for `entry`, over gRPC for `address`.
 
     An async context manager; entering it starts or describes the environment (ConfigError, one line, when that fails).
+    While a server is down, calls wait for it, named in `waits`.
     """
     from slipstream.environments import client  # after this module: the client is built from its types
 
-    return client.open_client(settings)
+    return client.open_client(settings, waits, clock)
 
 
 async def describe(settings: config.Environment) -> Description:

@@ -13,7 +13,9 @@ from typing import Protocol, Self
 from slipstream import config
 from slipstream.environment import Description, EpisodeReset, EpisodeStep, Reset, Step, load
 from slipstream.environments.episodes import Episodes
+from slipstream.environments.remote import RemoteEnvironment
 from slipstream.errors import SlipstreamError
+from slipstream.lifecycle import Clock, Waits
 
 
 class EnvironmentClient(Protocol):
@@ -83,10 +85,6 @@ def resolved(description: Description, settings: config.Environment) -> Descript
     return Description(settings.name, description.tasks, settings.scorer or description.scorer, description.max_episodes)
 
 
-def open_client(settings: config.Environment) -> EnvironmentClient:
+def open_client(settings: config.Environment, waits: Waits | None = None, clock: Clock | None = None) -> EnvironmentClient:
     """The client for `settings`; see slipstream.environment.connect."""
-    if settings.entry:
-        return LocalEnvironment(settings)
-    from slipstream.environments.remote import RemoteEnvironment
-
-    return RemoteEnvironment(settings)
+    return LocalEnvironment(settings) if settings.entry else RemoteEnvironment(settings, waits, clock)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import logging
 import math
 import time
 import traceback
@@ -23,8 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from google.rpc import code_pb2
+import grpc
 
+from slipstream import logs
 from slipstream.environment import (
     Description,
     Environment,
@@ -42,7 +42,7 @@ THREADS = 16  # plain methods of this many episodes run at once
 IDLE_S = 3600.0  # an episode without a call for this long is forgotten
 SWEEP_S = 30.0
 
-_log = logging.getLogger("slipstream.environment")
+log = logs.get("environment")
 
 
 @dataclass(slots=True)
@@ -183,7 +183,7 @@ class Episodes:
         where = traceback.extract_tb(error.__traceback__)
         place = f" ({Path(where[-1].filename).name}:{where[-1].lineno})" if where else ""
         text = f"{type(error).__name__}: {error}"
-        _log.warning("environment %s, episode %s: %s raised %s", self.name, episode, kind, text, exc_info=error)
+        log.exception(f"{kind} raised", error=error, environment=self.name, episode=episode)
         return SlipstreamError(
             f"environment {self.name}: {kind} raised {text}{place}", "ENVIRONMENT_ERROR", environment=self.name,
             episode=episode, exception=text)
@@ -195,6 +195,9 @@ class Episodes:
         if not isinstance(value, Observation):
             raise TypeError(f"reset returned {type(value).__name__}; return a Reset, an Observation or a str")
         reset = value if isinstance(value, Reset) else Reset(value.text, value.messages, value.tokens)
+        for name, text in (("answer", reset.answer), ("scorer", reset.scorer)):
+            if not isinstance(text, str):
+                raise TypeError(f"reset returned {name} = {text!r}; a str is needed")
         json.dumps(reset.info)
         record.episode = Episode(episode, record.task, reset)
         return reset
@@ -202,8 +205,11 @@ class Episodes:
     def _stepped(self, value: Any) -> Step:
         if not isinstance(value, Step):
             raise TypeError(f"step returned {type(value).__name__}; return a Step")
-        if value.reward is not None and not math.isfinite(value.reward):
-            raise ValueError(f"step returned reward = {value.reward}; a finite number is needed")
+        if isinstance(value.observation, str):
+            value.observation = Observation(text=value.observation)
+        numbers = {"reward": 0.0 if value.reward is None else value.reward, **value.components}
+        if bad := next((name for name, number in numbers.items() if not math.isfinite(number)), None):
+            raise ValueError(f"step returned {bad} = {numbers[bad]}; a finite number is needed")
         if not value.done and value.observation is None:
             raise ValueError("step returned neither an observation nor done = True; the model has nothing to answer")
         return value
@@ -239,7 +245,7 @@ def _inline_methods(environment: Environment) -> set[str]:
 def timed_out(environment: str, episode: str, kind: str, timeout_s: float) -> SlipstreamError:
     """The value of an item whose user code did not return in time."""
     error = SlipstreamError(
-        f"environment {environment}: {kind} of episode {episode} took over {timeout_s:g} s (environments.step_timeout_s)",
+        f"environment {environment}: {kind} of episode {episode} took over {timeout_s:.3g} s (environments.step_timeout_s)",
         "TIMEOUT", environment=environment, episode=episode)
-    error.code = code_pb2.DEADLINE_EXCEEDED
+    error.code = grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
     return error

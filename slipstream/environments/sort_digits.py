@@ -15,7 +15,7 @@ class SortDigits(Environment):
 
     def __init__(self, shortest: int = 4, longest: int = 8) -> None:
         if not 1 <= shortest <= longest:
-            raise ConfigError(f"environments.args: shortest = {shortest}, longest = {longest}; 1 <= shortest <= longest is needed")
+            raise ConfigError(f"environments.args: shortest = {shortest}, longest = {longest}; 1 <= shortest <= longest needed")
         self.shortest, self.longest = shortest, longest
 
     def reset(self, task: Task) -> Reset:
