@@ -144,7 +144,7 @@ class Lifecycle:
         self.request_stop("finished")
 
     async def run(self) -> int:
-        """Wait until something asks to stop, stop in stages, return the exit code: 0 normal, 2 configuration, 3 fenced, 1 other."""
+        """Wait until something asks to stop, stop in stages, return the exit code (EXIT_* above)."""
         await self.stopping.wait()
         log.info(f"stopping: {self.reason}")
         for stage, title in enumerate(STAGES):

@@ -43,7 +43,7 @@ class Log:
     def error(self, message: str, **fields: object) -> None:
         self._write(logging.ERROR, message, fields)
 
-    def exception(self, message: str, *, error: BaseException | None = None, **fields: object) -> None:
+    def exception(self, message: str, error: BaseException | None = None, **fields: object) -> None:
         """An error with its traceback; without `error`, the one that is being handled."""
         error = error or sys.exc_info()[1]
         self._write(logging.ERROR, f"{message}: {error!r}", fields, error)

@@ -18,16 +18,16 @@ import hashlib
 import itertools
 import os
 import re
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import BinaryIO, Protocol, TypeAlias
 from urllib.parse import unquote, urlsplit
 
 from slipstream.errors import ConfigError, Conflict, Exhausted, InvalidInput, NotFound, OutOfRange, SlipstreamError, Unavailable
 
-Piece: TypeAlias = bytes | bytearray | memoryview
+Piece: TypeAlias = "bytes | bytearray | memoryview[int]"
 # What can be written: one buffer, or several that are written one after the other without being joined first.
-Data: TypeAlias = Piece | Sequence[Piece]
+Data: TypeAlias = "Piece | list[Piece] | tuple[Piece, ...]"
 
 INLINE_BYTES = 1 << 20  # file IO below this runs in the event loop: cheaper than a thread
 _KEY = re.compile(r"[A-Za-z0-9_=+@-][A-Za-z0-9._=+@-]*(/[A-Za-z0-9_=+@-][A-Za-z0-9._=+@-]*)*")
@@ -120,7 +120,7 @@ def check_range(key: str, offset: int, size: int | None) -> None:
 
 def pieces(data: Data) -> list[Piece]:
     """What is to be written as a list of flat byte buffers."""
-    several: Sequence[Piece] = [data] if isinstance(data, (bytes, bytearray, memoryview)) else data
+    several = data if isinstance(data, list | tuple) else [data]
     return [p if isinstance(p, bytes) else _flat(p) for p in several if memoryview(p).nbytes]
 
 
