@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 import aiohttp
 from aiobotocore.config import AioConfig
 from aiobotocore.session import get_session
-from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, NoCredentialsError, PartialCredentialsError
+from botocore.exceptions import ClientError, HTTPClientError, NoCredentialsError, PartialCredentialsError
+from botocore.exceptions import ConnectionError as NoConnection
 
 from slipstream.errors import ConfigError, Conflict, NotFound, OutOfRange, SlipstreamError, Unavailable
 from slipstream.objects import Data, Piece, check_key, check_prefix, check_range, pieces, probe_conditions
@@ -156,15 +157,15 @@ class S3Store:
                 key, lambda: self._client.complete_multipart_upload(**at, MultipartUpload=listed, **condition))
             return reply["ETag"]
         except BaseException as error:
-            await self._abort_upload(at)
+            await self._abort_upload(key, at)
             if isinstance(error, ExceptionGroup):
                 raise error.exceptions[0] from None
             raise
 
-    async def _abort_upload(self, at: dict[str, str]) -> None:
+    async def _abort_upload(self, key: str, at: dict[str, str]) -> None:
         """Free the parts. A failure leaves them to the bucket's lifecycle rule for incomplete uploads."""
-        with contextlib.suppress(ClientError, BotoCoreError, aiohttp.ClientError, OSError):
-            await self._client.abort_multipart_upload(**at)
+        with contextlib.suppress(SlipstreamError):
+            await self._call(key, lambda: self._client.abort_multipart_upload(**at))
 
     async def _is(self, key: str, parts: Sequence[Piece]) -> str | None:
         """The tag of the object when it holds exactly these bytes."""
@@ -193,7 +194,7 @@ class S3Store:
             except (NoCredentialsError, PartialCredentialsError) as error:
                 raise ConfigError(
                     f"{self.url}: {error}; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or use a role") from None
-            except (HTTPClientError, aiohttp.ClientError, OSError, TimeoutError) as error:
+            except (NoConnection, HTTPClientError, aiohttp.ClientError, OSError, TimeoutError) as error:
                 last = Unavailable(f"{self.url}/{key}: {type(error).__name__}: {error}", "S3_CONNECTION", key=key)
             except Unavailable as error:
                 last = error
