@@ -173,6 +173,7 @@ class Lifecycle:
             log.exception(f"stage {title}: {name} failed", error=error)
 
     async def _cancel_tasks(self) -> None:
+        await asyncio.sleep(0)  # what `stopping` has just woken gets its turn to end by itself
         tasks = [t for t in self._tasks if t is not asyncio.current_task()]
         for task in tasks:
             task.cancel("stopping")
