@@ -1,0 +1,130 @@
+"""Hop 4: from the buffer's numbered batch to groups of decoded samples.
+
+Consumes: BatchService.LeaseBatch (long poll) and ReadBatch (stream). Produces: TrainingBatch, in memory, every body checked
+against two checksums: the one beside it and the one in the batch's durable composition.
+Waits for: the batch to be complete. Unblocked by: rollout and reward workers handing in its last samples; by this trainer
+publishing (a batch may need the newest version) or committing (`checkpoint_now`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from services.trainer.packing import Group, Member
+from services.trainer.records import AuditEntry
+from slipstream import rpc
+from slipstream.errors import InvalidInput, Unavailable, from_rpc_error
+from slipstream.lifecycle import Clock, Waits
+from slipstream.protos.buffer.v1 import batches_pb2
+from slipstream.protos.types.v1 import sample_pb2
+from slipstream.sample import crc32c, decode
+
+POLL_S = 10.0
+READ_TIMEOUT_S = 120.0
+# Bodies that disagree with the composition are read again this often before the trainer gives up.
+READ_TRIES = 3
+
+Key = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingBatch:
+    """A numbered batch, decoded."""
+
+    number: int
+    groups: list[Group]
+    audit: list[AuditEntry]
+    ledger_sequence: int
+    drops: dict[str, int]
+    components: dict[str, float]
+
+
+class BatchReader:
+    """Leases and reads batches. `checkpoint_now` is called when the buffer asks for a checkpoint before it can go on."""
+
+    def __init__(self, stub: Any, clock: Clock, waits: Waits, checkpoint_now: Callable[[], object]) -> None:
+        self._stub, self._clock, self._waits, self._checkpoint_now = stub, clock, waits, checkpoint_now
+
+    async def next(self, number: int, incarnation: int) -> TrainingBatch | None:
+        """Batch `number`, or None when the run has no more. Raises Fenced, OutOfRange, InvalidInput."""
+        batch = await self._lease(number, incarnation)
+        return None if batch is None else await self._read(batch)
+
+    async def _lease(self, number: int, incarnation: int) -> batches_pb2.Batch | None:
+        request = batches_pb2.LeaseBatchRequest(incarnation=incarnation, batch=number, wait=rpc.duration(POLL_S))
+        with self._waits.on(f"batch {number}") as wait:
+            while True:
+                reply: batches_pb2.LeaseBatchResponse = await rpc.call_until(
+                    self._stub.LeaseBatch, request, POLL_S + 10, self._waits, f"batch {number}: the buffer", self._clock)
+                if reply.HasField("batch"):
+                    return reply.batch
+                if reply.finished:
+                    return None
+                if reply.checkpoint_now:
+                    self._checkpoint_now()
+                wait.sentence = f"batch {number}: {reply.waiting_for}" if reply.waiting_for else f"batch {number}"
+
+    async def _read(self, batch: batches_pb2.Batch) -> TrainingBatch:
+        """Fetch and decode. Retries for ever while the buffer is away, READ_TRIES times when bodies are wrong."""
+        tries = 0
+        while True:
+            bodies = await rpc.call_until(
+                self._fetch, batches_pb2.ReadBatchRequest(batch=batch.batch), READ_TIMEOUT_S, self._waits,
+                f"batch {batch.batch}: bodies from the buffer", self._clock)
+            try:
+                return await asyncio.to_thread(assemble, batch, bodies)
+            except InvalidInput:
+                tries += 1
+                if tries == READ_TRIES:
+                    raise
+
+    async def _fetch(self, request: batches_pb2.ReadBatchRequest, timeout: float) -> dict[Key, bytes]:
+        """Bodies by (epoch, draw, index); one whose checksum is wrong makes the whole read be tried again."""
+        bodies: dict[Key, bytes] = {}
+        try:
+            async for reply in self._stub.ReadBatch(request, timeout=timeout):
+                for item in reply.bodies:
+                    if crc32c(item.body) != item.crc32c:
+                        raise Unavailable(f"a body of batch {request.batch} was damaged on the way", "BODY_CHECKSUM")
+                    bodies[_key(item.sample)] = item.body
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+        return bodies
+
+
+def assemble(batch: batches_pb2.Batch, bodies: dict[Key, bytes]) -> TrainingBatch:
+    """Composition and bodies as groups. Raises InvalidInput when a body is missing, other than recorded, or malformed."""
+    groups: list[Group] = []
+    audit: list[AuditEntry] = []
+    components: dict[str, list[float]] = {}
+    for wire in batch.groups:
+        members = []
+        for member in wire.members:
+            key = _key(member.sample)
+            place = f"batch {batch.batch}: body of draw {key[1]}, sample {key[2]}"
+            if (body := bodies.get(key)) is None:
+                raise InvalidInput(f"{place} is missing from the batch log {batch.log_key}", "BODY_MISSING", batch=batch.batch)
+            crc = crc32c(body)
+            if member.HasField("body") and crc != member.body.crc32c:
+                raise InvalidInput(f"{place} is not the one that was recorded", "BODY_CHECKSUM", batch=batch.batch)
+            # A failure of the verifier is data: it counts as 0.
+            reward = 0.0 if member.score.failure else member.score.scalar
+            members.append(Member(key[2], decode(body), reward))
+            audit.append((key[1], key[2], crc, key[0]))
+            for name, value in member.score.components.items():
+                components.setdefault(name, []).append(value)
+        groups.append(Group(wire.draw.number, members, wire.mask_below_step, wire.task.environment))
+    drops: dict[str, int] = {}
+    for drop in batch.drops:
+        drops[drop.reason] = drops.get(drop.reason, 0) + 1
+    means = {name: sum(values) / len(values) for name, values in sorted(components.items())}
+    return TrainingBatch(batch.batch, groups, audit, batch.ledger_sequence, drops, means)
+
+
+def _key(sample: sample_pb2.SampleId) -> Key:
+    return sample.draw.ledger_epoch, sample.draw.number, sample.index

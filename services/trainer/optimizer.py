@@ -1,0 +1,72 @@
+"""AdamW over the model's parameters, its state as named tensors, and the ramp of the warm-up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from slipstream import config
+from slipstream.errors import InvalidInput, SlipstreamError
+from slipstream.manifest import RawTensor
+from slipstream.model import cooked, raw
+
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+
+
+def adamw(model: nn.Module, settings: config.Trainer, learning_rate: float) -> torch.optim.AdamW:
+    """AdamW (arXiv 1711.05101, algorithm 2) with a fused kernel. Weight decay acts on matrices, not on norms and biases."""
+    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
+    others = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        [g for g in groups if g["params"]], lr=learning_rate, betas=settings.betas, eps=settings.eps, fused=True)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """One rate for all groups."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+
+
+def ramp(step: int, ramp_steps: int) -> float:
+    """min(1, (step + 1) / ramp_steps) for step = 0, 1, ...: the share of the peak learning rate."""
+    return min(1.0, (step + 1) / ramp_steps)
+
+
+def clipped_step(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], max_norm: float, what: str) -> float:
+    """Clip the global gradient norm, step, drop the gradients. Returns the norm before clipping.
+
+    Raises SlipstreamError, with nothing applied, when the norm is not finite.
+    """
+    norm = float(nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True))
+    if not norm < float("inf"):
+        optimizer.zero_grad(set_to_none=True)
+        raise SlipstreamError(
+            f"{what}: the gradient norm is {norm}; nothing was applied. Lower trainer.learning_rate, or look at the batch log",
+            "NON_FINITE_GRADIENT")
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[RawTensor]:
+    """A snapshot: `<parameter>/<moment>` for every parameter that was ever stepped."""
+    return [
+        raw(f"{name}/{moment}", optimizer.state[parameter][moment])
+        for name, parameter in model.named_parameters() if parameter in optimizer.state for moment in MOMENTS]
+
+
+def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Sequence[RawTensor]) -> None:
+    """Put a snapshot back, replacing all there is. Raises InvalidInput when it does not fit the model."""
+    parameters = dict(model.named_parameters())
+    optimizer.state.clear()
+    for tensor in tensors:
+        name, _, moment = tensor.name.rpartition("/")
+        value, parameter = cooked(tensor).clone(), parameters.get(name)
+        if parameter is None or moment not in MOMENTS or (moment != "step" and value.shape != parameter.shape):
+            raise InvalidInput(f"optimizer state {tensor.name} {list(value.shape)} does not fit the model", "OPTIMIZER_STATE")
+        optimizer.state[parameter][moment] = value.to(parameter.device) if moment != "step" else value
+    if partial := next((n for n, p in parameters.items() if p in optimizer.state and len(optimizer.state[p]) != 3), None):
+        raise InvalidInput(f"optimizer state of {partial} is incomplete", "OPTIMIZER_STATE")

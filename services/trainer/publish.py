@@ -1,0 +1,80 @@
+"""Hop 5: weights become a policy version: reserve a number, write tensors and manifest, then tell.
+
+Consumes: snapshots of the weights. Produces: objects below versions/, and the version event of the buffer.
+Waits for: the former publication, so that versions appear in the order of their steps. Unblocked by: object store and buffer.
+The optimizer's next step runs meanwhile; at most one publication is in flight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from slipstream import logs, rpc
+from slipstream.errors import SlipstreamError
+from slipstream.manifest import RawTensor, delete_version, write_version
+from slipstream.protos.buffer.v1 import policy_pb2 as events_pb2
+from slipstream.protos.buffer.v1 import policy_pb2_grpc
+from slipstream.protos.types.v1 import policy_pb2
+from slipstream.service import ServiceContext
+
+RPC_TIMEOUT_S = 20.0
+WRITE_TIMEOUT_S = 600.0
+
+log = logs.get("trainer.publish")
+
+
+class Publisher:
+    """Publishes the versions of one incarnation. `files` are those of every version."""
+
+    def __init__(
+        self, context: ServiceContext, incarnation: int, files: Mapping[str, bytes], observe_s: Callable[[float], None],
+    ) -> None:
+        self._context, self._incarnation, self._files, self._observe_s = context, incarnation, files, observe_s
+        self._store, self._waits, self._clock = context.store, context.waits, context.clock
+        self._stub: Any = policy_pb2_grpc.PolicyServiceStub(context.channel)
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def newest(self) -> int:
+        """Number of the newest version announced; 0 before the first."""
+        return self._context.policy_version.number if self._context.policy_version else 0
+
+    async def submit(self, step: int, tensors: Sequence[RawTensor]) -> None:
+        """Publish in the background, once the former publication is done. Raises what that one raised."""
+        await self.drain()
+        self._task = self._context.lifecycle.spawn(f"publish step {step}", self._publish(step, tensors), endless=False)
+
+    async def drain(self) -> None:
+        """Wait for the publication in flight."""
+        if self._task is not None:
+            with self._waits.on("the former policy version to be published"):
+                await self._task
+
+    async def _publish(self, step: int, tensors: Sequence[RawTensor]) -> None:
+        started = self._clock.monotonic()
+        version = await rpc.call_until(
+            self._write, (step, tensors), WRITE_TIMEOUT_S, self._waits, f"writing the policy version of step {step}",
+            self._clock)
+        reply: events_pb2.PublishVersionResponse = await rpc.call_until(
+            self._stub.PublishVersion, events_pb2.PublishVersionRequest(version=version), RPC_TIMEOUT_S, self._waits,
+            f"announcing the policy version of step {step}", self._clock)
+        self._context.policy_version = version
+        self._observe_s(self._clock.monotonic() - started)
+        for old in reply.deletable:
+            try:
+                await delete_version(self._store, old)
+            except SlipstreamError as error:
+                log.warning(f"version {old.number} could not be deleted: {error.message}", version=old.number)
+
+    async def _write(self, request: tuple[int, Sequence[RawTensor]], timeout: float) -> policy_pb2.PolicyVersion:
+        """One try under a number of its own: an interrupted one leaves a gap, never a half-written version."""
+        step, tensors = request
+        async with asyncio.timeout(timeout):
+            reserved: events_pb2.ReserveVersionResponse = await rpc.call(
+                self._stub.ReserveVersion,
+                events_pb2.ReserveVersionRequest(incarnation=self._incarnation, step=step), RPC_TIMEOUT_S)
+            return await write_version(
+                self._store, run=self._context.run.run.name, number=reserved.number, step=step, incarnation=self._incarnation,
+                tensors=tensors, files=self._files)

@@ -1,0 +1,66 @@
+"""What the trainer writes into the run folder: metrics, one line a step, and the record that an auditor judges it by.
+
+    <folder>/metrics.jsonl        {"step": 7, "reward_mean": 0.31, ...}; steps only grow: a resume cuts what is to be repeated
+    <folder>/audit/trainer.jsonl  {"batch": 7, "incarnation": 2, "samples": [[draw, index, body crc32c, ledger epoch], ...]}; on
+                                  disk before the step is applied; lines are never removed, so a repeated step appears again,
+                                  with the same samples and a higher incarnation
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import ConfigError
+
+AuditEntry = tuple[int, int, int, int]
+
+
+class Records:
+    """Append-only files below a run folder. Raises ConfigError when it cannot be written."""
+
+    def __init__(self, folder: Path) -> None:
+        self.metrics_path = folder / "metrics.jsonl"
+        self.audit_path = folder / "audit" / "trainer.jsonl"
+        try:
+            self.audit_path.parent.mkdir(parents=True, exist_ok=True)
+            self._audit = self.audit_path.open("ab")
+            self._metrics = self.metrics_path.open("ab")
+        except OSError as error:
+            raise ConfigError(f"run.folder = {str(folder)!r} cannot be written: {error.strerror}; set another") from error
+
+    def resume(self, step: int) -> list[dict[str, Any]]:
+        """Cut metrics lines above `step` and torn ones; returns those that stay."""
+        kept = []
+        for line in self.metrics_path.read_text().splitlines():
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(entry, dict) and entry.get("step", step + 1) <= step:
+                kept.append(entry)
+        self._metrics.close()
+        temporary = self.metrics_path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
+        temporary.replace(self.metrics_path)
+        self._metrics = self.metrics_path.open("ab")
+        return kept
+
+    def metrics(self, entry: dict[str, Any]) -> None:
+        """Append one step's line; readers see whole lines only."""
+        self._metrics.write((json.dumps(entry, allow_nan=False) + "\n").encode())
+        self._metrics.flush()
+
+    def audit(self, batch: int, incarnation: int, samples: Sequence[AuditEntry]) -> None:
+        """Append the record of a batch and wait until it is on the disk."""
+        line = json.dumps({"batch": batch, "incarnation": incarnation, "samples": samples}, separators=(",", ":"))
+        self._audit.write(line.encode() + b"\n")
+        self._audit.flush()
+        os.fsync(self._audit.fileno())
+
+    def close(self) -> None:
+        self._audit.close()
+        self._metrics.close()
