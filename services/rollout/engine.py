@@ -1,0 +1,99 @@
+"""The engine seam: token ids in, token ids with log-probabilities out, weights swapped between decode steps.
+
+Axes: P prompt tokens, n generated tokens, L MoE layers (in depth order), K experts per token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from slipstream.manifest import RawTensor
+from slipstream.protos.types.v1 import policy_pb2
+from slipstream.sample import Span
+
+_ids = itertools.count(1)
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One continuation to generate.
+
+    The i-th new token is drawn with the uniform that (seed, position + i) names, so a resumed answer passes the number of
+    tokens it already has as `position` and goes on as if nothing had happened.
+    """
+
+    prompt: np.ndarray  # int32 [P], P >= 1
+    max_new_tokens: int
+    seed: int = 0  # unsigned 64-bit
+    temperature: float = 1.0  # log-probabilities are of softmax(logits / temperature)
+    stop_token_ids: tuple[int, ...] = ()
+    greedy: bool = False
+    routes: bool = False  # return the experts chosen for each token
+    position: int = 0
+    id: int = field(default_factory=lambda: next(_ids))  # unique in the process; names the request to abort()
+
+
+@dataclass(slots=True)
+class Generation:
+    """What a request became. A stop token is the last of `tokens`."""
+
+    tokens: np.ndarray  # int32 [n]
+    logprobs: np.ndarray  # float32 [n]
+    spans: tuple[Span, ...]  # policy versions, covering the n tokens in order
+    finish_reason: int  # slipstream.types.v1.FinishReason; UNSPECIFIED in the middle of a stream
+    routes: np.ndarray | None = None  # uint8 or uint16 [P + n - 1, L, K]
+
+
+class Engine(Protocol):
+    """An inference engine. All methods belong to one event loop.
+
+    What every implementation promises: the same (weights, request) gives the same tokens whatever else is running; a failed swap
+    leaves the old version serving; a swap drops no request.
+    """
+
+    @property
+    def version(self) -> policy_pb2.PolicyVersion | None:
+        """The policy version that serves; None before start."""
+        ...
+
+    @property
+    def free_slots(self) -> int:
+        """How many more requests would run at once."""
+        ...
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens generated since start."""
+        ...
+
+    async def start(
+        self, files: Mapping[str, bytes], tensors: Sequence[RawTensor], version: policy_pb2.PolicyVersion
+    ) -> None:
+        """Build the model from the version's files and load its tensors. Raises InvalidInput for a family it cannot run."""
+        ...
+
+    def generate(self, request: Request) -> asyncio.Future[Generation]:
+        """Raises InvalidInput at once: empty prompt, prompt over the context, temperature <= 0."""
+        ...
+
+    def stream(self, request: Request) -> AsyncIterator[Generation]:
+        """Pieces as they come; the last one has the finish reason and the routes. Closing the iterator aborts."""
+        ...
+
+    async def swap(self, version: policy_pb2.PolicyVersion, tensors: Sequence[RawTensor]) -> None:
+        """Let `version` generate every token sampled after this returns. Raises InvalidInput and keeps the old one."""
+        ...
+
+    def abort(self, requests: Iterable[int]) -> None:
+        """End requests by id: their futures get what was generated so far, finish reason ABORT."""
+        ...
+
+    async def stop(self) -> None:
+        """Abort everything and free the model. Idempotent."""
+        ...
