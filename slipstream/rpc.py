@@ -40,7 +40,7 @@ _LIMITS = [
     ("grpc.max_send_message_length", MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
 ]
-_CLIENT_OPTIONS = [
+CLIENT_OPTIONS = [
     *_LIMITS,
     # A dead peer is noticed within 30 s, also in the middle of a long poll. The server permits these pings, see below.
     ("grpc.keepalive_time_ms", 20_000),
@@ -54,7 +54,7 @@ _CLIENT_OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
 ]
-_SERVER_OPTIONS = [
+SERVER_OPTIONS = [
     *_LIMITS,
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -90,7 +90,7 @@ def seconds(value: duration_pb2.Duration) -> float:
 def channel(address: str, role: str = "", secret: bytes = b"") -> grpc.aio.Channel:
     """A channel to host:port or unix:path. With a secret, each call carries the role's token."""
     interceptors = _token_interceptors(auth.metadata(role, secret)) if secret else None
-    return grpc.aio.insecure_channel(address, _CLIENT_OPTIONS, interceptors=interceptors)
+    return grpc.aio.insecure_channel(address, CLIENT_OPTIONS, interceptors=interceptors)
 
 
 async def call(method: Callable[..., Awaitable[T]], request: Any, timeout_s: float) -> T:
@@ -150,7 +150,7 @@ class Server:
         interceptors: list[grpc.aio.ServerInterceptor] = [_ErrorInterceptor(observe)]
         if secret:
             interceptors.append(auth.RoleInterceptor(secret))
-        self._server = grpc.aio.server(interceptors=interceptors, options=_SERVER_OPTIONS)
+        self._server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         self._health = HealthServicer()
         self._names: list[str] = []
         self._stopped = False
