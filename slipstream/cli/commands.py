@@ -1,0 +1,134 @@
+"""Arguments and options of every command. The work is elsewhere and imported when a command runs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from slipstream import cli
+
+app = typer.Typer(
+    name="slipstream", add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
+    help="Asynchronous reinforcement learning of Mixture-of-Experts language models.")
+env = typer.Typer(no_args_is_help=True, help="Serve and check environments.")
+config = typer.Typer(no_args_is_help=True, help="Settings of the run file.")
+app.add_typer(env, name="env")
+app.add_typer(config, name="config")
+
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Name of a run under runs/, its folder, or its run file.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+
+
+@app.callback(invoke_without_command=True)
+def _app(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        from slipstream import __version__
+        print(f"slipstream {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def run(
+    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="Run file.")],
+    set_: Annotated[list[str] | None, typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override a setting: --set schedule.max_lag=1. Repeatable.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved run file and stop.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Lines instead of the live view.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Delete what the run folder holds and start over.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Train: start all services on this machine, show progress, stop them in order. Resumes the run its folder holds."""
+    from slipstream.config import load
+
+    settings = load(run_file, set_ or [])
+    if dry_run:
+        from slipstream.cli.toml_text import dumps
+        print(dumps(settings.model_dump(mode="json")), end="")
+        return
+    from slipstream.cli import run as command
+    raise typer.Exit(command.run(settings, command.Options(plain=plain, fresh=fresh, debug=debug, started=cli.STARTED)))
+
+
+@app.command()
+def status(
+    run: RunArgument, as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
+    debug: Debug = False,
+) -> None:
+    """What each process of a run does and waits for."""
+    from slipstream.cli import existing_run
+    raise typer.Exit(existing_run.status(run, as_json))
+
+
+@app.command()
+def watch(
+    run: RunArgument, plain: Annotated[bool, typer.Option("--plain", help="Lines instead of the live view.")] = False,
+    debug: Debug = False,
+) -> None:
+    """The live view of a running run; changes nothing."""
+    from slipstream.cli import existing_run
+    raise typer.Exit(existing_run.watch(run, plain))
+
+
+@app.command()
+def generate(
+    run: RunArgument,
+    text: Annotated[str, typer.Argument(help="Prompt.")],
+    max_new_tokens: Annotated[int, typer.Option(min=0, help="Most tokens of an answer; 0 = the run's.")] = 0,
+    greedy: Annotated[bool, typer.Option("--greedy/--sample", help="The most probable token, or a draw.")] = True,
+    n: Annotated[int, typer.Option("--n", min=1, help="Answers, one a line.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of --sample.")] = 0,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt through the model's chat template.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Ask the model of a run: the trained one, or while it trains, a rollout worker's."""
+    from slipstream.cli import existing_run
+    raise typer.Exit(existing_run.generate(
+        run, text, ["--max-new-tokens", str(max_new_tokens), "--n", str(n), "--seed", str(seed),
+                    *([] if greedy else ["--sample"]), *(["--chat"] if chat else []), *(["--debug"] if debug else [])]))
+
+
+@env.command("serve")
+def env_serve(
+    entry: Annotated[str, typer.Argument(metavar="MODULE:CLASS", help="The environment's class.")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 = a free one.")] = 0,
+    arg: Annotated[list[str] | None, typer.Option(
+        "--arg", metavar="KEY=VALUE", help="Argument of the class. Repeatable.")] = None,
+    name: Annotated[str, typer.Option(help="Name that Describe tells; default: the class's.")] = "",
+    debug: Debug = False,
+) -> None:
+    """Serve an environment over gRPC until Ctrl-C."""
+    from slipstream import environment
+    from slipstream.cli.environments import arguments
+    environment.serve(environment.load(entry, arguments(arg or []), "MODULE:CLASS"), host, port, name)
+
+
+@env.command("check")
+def env_check(
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where the environment is served.")],
+    insecure: Annotated[bool, typer.Option("--insecure", help="Allow plaintext to an address that is not loopback.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Ask an environment to describe itself and to start one episode."""
+    from slipstream.cli.environments import check
+    check(address, insecure)
+
+
+@config.command("schema")
+def config_schema() -> None:
+    """JSON Schema of the run file, for editors."""
+    import json
+
+    from slipstream.config import json_schema
+    json.dump(json_schema(), sys.stdout, indent=1)
+    print()
+
+
+@config.command("reference")
+def config_reference() -> None:
+    """All settings with default and meaning, as Markdown."""
+    from slipstream.cli.reference import markdown
+    print(markdown(), end="")

@@ -1,0 +1,63 @@
+"""`slipstream status`, `watch` and `generate`: commands on a run that exists. They change nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+from rich.console import Console
+
+from slipstream.cli import run_folder
+from slipstream.cli.survey import Survey
+from slipstream.cli.view import Snapshot, line, services_table
+from slipstream.cli.watch import Watcher
+from slipstream.errors import ConfigError
+from slipstream.service import launch_environment
+
+
+def status(run: str, as_json: bool) -> int:
+    """Print a table, or JSON, of every process; 0 when the run is alive, 1 when it is not."""
+    folder, settings = run_folder.find(run)
+    console = Console()
+    alive = run_folder.held(folder)
+    snapshot = asyncio.run(_look(Watcher(folder, settings, console)))
+    if as_json:
+        print(json.dumps({
+            "run": snapshot.run, "folder": str(folder.path), "alive": alive, "state": snapshot.state,
+            "step": snapshot.metrics.step, "steps": snapshot.steps, "metrics": snapshot.metrics.last, "events": snapshot.events,
+            "services": [dataclasses.asdict(s) for s in snapshot.services]}, indent=1))
+    else:
+        console.print(line(snapshot), markup=False, highlight=False, soft_wrap=True)
+        if alive:
+            console.print(services_table(snapshot))
+        else:
+            print(f"{snapshot.run} is not running; its folder is {folder.path}")
+    return 0 if alive else 1
+
+
+async def _look(watcher: Watcher) -> Snapshot:
+    async with Survey(watcher.folder) as survey:
+        return await watcher.snapshot(survey)
+
+
+def watch(run: str, plain: bool) -> int:
+    """Follow a live run until it ends or Ctrl-C. Raises ConfigError when it does not run."""
+    folder, settings = run_folder.find(run)
+    if not run_folder.held(folder):
+        raise ConfigError(
+            f"{settings.run.name} is not running: `slipstream run` starts it, `slipstream status {run}` shows how it ended")
+    console = Console()
+    asyncio.run(Watcher(folder, settings, console).follow(plain or not console.is_terminal))
+    return 0
+
+
+def generate(run: str, text: str, options: list[str]) -> int:
+    """Print the model's answer, by a process that may load torch; its exit code."""
+    folder, _ = run_folder.find(run)
+    return subprocess.run(
+        [sys.executable, "-m", "services.rollout.generate", "--folder", str(folder.path), *options, "--", text],
+        env={**os.environ, **launch_environment(0)}, check=False).returncode

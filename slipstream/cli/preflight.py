@@ -1,0 +1,172 @@
+"""What can be known to fail is said before anything is started: one ConfigError, one line, with the remedy.
+
+`python -m slipstream.cli.preflight SETTING MODULE:NAME` checks that a user's code can be imported, in a process of its own, so
+that whatever it loads stays out of the supervisor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import socket
+import sys
+from pathlib import Path
+
+from slipstream.config import Environment, RunFile
+from slipstream.errors import ConfigError
+
+BUILT_IN_SCORERS = ("exact", "numeric", "regex")
+REACH_S = 5.0  # an environment or Redis answers within this
+
+
+async def check(run: RunFile) -> None:
+    """Raises ConfigError for the first thing that cannot work."""
+    model(run)
+    packages(run)
+    await redis(run)
+    await asyncio.gather(*(environment(settings) for settings in run.environments))
+    buffer_port(run)
+
+
+def model(run: RunFile) -> None:
+    """The model directory exists and holds what is going to be loaded."""
+    settings = run.model
+    if not settings.path:
+        return
+    path = Path(settings.path)
+    if not path.is_dir():
+        raise ConfigError(f"model.path = {settings.path}: {path.resolve()} is not a directory; download the model there, or "
+                          "set model.path to a Hugging Face model directory")
+    needed = settings.gguf_file or "config.json"
+    if not (path / needed).is_file():
+        raise ConfigError(f"model.path = {settings.path}: it holds no {needed}; set model.path to a directory with "
+                          + ("that GGUF file" if settings.gguf_file else "config.json, weights and tokenizer"))
+
+
+def packages(run: RunFile) -> None:
+    """The optional packages that this run needs are installed."""
+    needed = [("torch", "torch"), ("transformers", "torch"), ("safetensors", "torch")]
+    if run.model.gguf_file:
+        needed.append(("gguf", "gguf"))
+    if run.objects_url.startswith("s3://"):
+        needed.append(("aiobotocore", "s3"))
+    if run.rollout.engine == "vllm":
+        needed.append(("vllm", "vllm"))
+    for package, extra in needed:
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"{package} is not installed: pip install 'slipstream[{extra}]'")
+
+
+async def redis(run: RunFile) -> None:
+    """A Redis that the run file names answers."""
+    if not run.buffer.redis:
+        return
+    from redis.asyncio import Redis
+    from redis.exceptions import RedisError
+
+    try:
+        client = Redis.from_url(run.buffer.redis, socket_connect_timeout=REACH_S, socket_timeout=REACH_S)
+        async with client:
+            await client.ping()  # pyright: ignore[reportGeneralTypeIssues]
+    except (RedisError, OSError, ValueError) as error:
+        raise ConfigError(f"buffer.redis = {run.buffer.redis} does not answer ({error}): start it, correct the URL, or remove "
+                          "the setting to use the embedded server") from None
+
+
+async def environment(settings: Environment) -> None:
+    """The environment answers, its class can be built, its scorer can be imported."""
+    from slipstream import environment as sdk
+
+    place = f"environments.{settings.name}"
+    if settings.address:
+        await reachable(f"{place}.address", settings.address)
+        try:
+            await asyncio.wait_for(sdk.describe(settings), REACH_S)
+        except TimeoutError:
+            raise ConfigError(f"{place}.address = {settings.address} did not describe itself within {REACH_S:g} s: is an "
+                              "environment served there? `slipstream env check` asks it") from None
+    elif settings.entry.startswith("slipstream."):
+        sdk.load(settings.entry, settings.args, f"{place}.entry")
+    else:
+        await importable(f"{place}.entry", settings.entry, settings.args)
+    if ":" in settings.scorer:
+        await importable(f"{place}.scorer", settings.scorer)
+    elif settings.scorer and settings.scorer not in BUILT_IN_SCORERS:
+        raise ConfigError(f"{place}.scorer = {settings.scorer!r} is not a scorer; known: {', '.join(BUILT_IN_SCORERS)}, or "
+                          'your own as "module:function"')
+
+
+async def reachable(setting: str, address: str) -> None:
+    """Somebody listens at host:port. Raises ConfigError; sooner than a gRPC channel, which would try again."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"{setting} = {address!r} is not of the form host:port")
+    try:
+        _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), REACH_S)
+    except (OSError, TimeoutError) as error:
+        raise ConfigError(f"{setting} = {address}: no environment is reachable there ({error or 'no answer'}); start it with "
+                          f"`slipstream env serve MODULE:CLASS --port {port}`, or correct the address") from None
+    writer.close()
+
+
+async def importable(setting: str, entry: str, args: dict[str, object] | None = None) -> None:
+    """Raises the ConfigError with which importing `entry` fails; `args` are those of an environment class."""
+    more = [] if args is None else [json.dumps(args)]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "slipstream.cli.preflight", setting, entry, *more,
+        stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE)
+    _, said = await process.communicate()
+    if process.returncode:
+        lines = said.decode(errors="replace").strip().splitlines()
+        raise ConfigError(lines[-1] if lines else f"{setting} = {entry!r}: importing it ended the process")
+
+
+def buffer_port(run: RunFile) -> None:
+    """The buffer's address, when the run file fixes it, is free."""
+    host, port = buffer_host_port(run)
+    if port == 0:
+        return
+    setting = "service.buffer_address" if run.service.buffer_address else "service.buffer_port"
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"{setting}: port {port} on {host} cannot be bound ({error.strerror}): end what uses it, or "
+                              "remove the setting to get a free one") from None
+
+
+def buffer_host_port(run: RunFile) -> tuple[str, int]:
+    """Where the run file wants the buffer; port 0 = anywhere."""
+    if not run.service.buffer_address:
+        return "127.0.0.1", run.service.buffer_port
+    host, _, port = run.service.buffer_address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"service.buffer_address = {run.service.buffer_address!r} is not of the form host:port")
+    return host, int(port)
+
+
+def free_port(host: str) -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+def _import(setting: str, entry: str, args: str | None) -> None:
+    """Child process of `importable`."""
+    from slipstream.environment import load, named
+
+    try:
+        if args is not None:
+            load(entry, json.loads(args), setting)
+        elif not callable(named(entry, setting)):
+            raise ConfigError(f"{setting} = {entry!r} is not callable; a scorer is a function of (answer, task)")
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    _import(sys.argv[1], sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else None)

@@ -1,0 +1,171 @@
+"""The live view: one screen of rich, drawn from a Snapshot, and its one-line form for pipes and logs.
+
+Drawing knows nothing of processes or files, so `run`, `watch` and tests use the same code. `Snapshot.gather` in `watch.py`
+fills it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from slipstream.cli.metrics import Metrics, sparkline
+from slipstream.cli.survey import ServiceStatus
+
+EVENTS_SHOWN = 5
+_STATE_STYLE = {"serving": "green", "running": "green", "finished": "dim", "stopped": "dim", "starting": "yellow",
+                "draining": "yellow", "backing off": "red", "silent": "red", "stalled": "red"}
+
+
+@dataclass
+class Snapshot:
+    """Everything on the screen at one moment."""
+
+    run: str
+    steps: int
+    metrics: Metrics
+    state: str = "starting"
+    elapsed_s: float = 0.0
+    max_lag: int = 0
+    target_reward: float | None = None
+    services: Sequence[ServiceStatus] = ()
+    events: Sequence[tuple[float, str]] = field(default_factory=tuple)
+
+    def figure(self, service: str, *names: str) -> float | None:
+        """First of the named figures that a process of this service tells; summed over its processes."""
+        for name in names:
+            values = [s.figures[name] for s in self.services if s.service == service and name in s.figures]
+            if values:
+                return sum(values)
+        return None
+
+
+def draw(snapshot: Snapshot, width: int) -> RenderableType:
+    """The whole screen."""
+    return Group(_title(snapshot), _progress(snapshot, width), _figures(snapshot, width), Text(), services_table(snapshot),
+                 *_events(snapshot))
+
+
+def line(snapshot: Snapshot) -> str:
+    """The state of the run in one line."""
+    m = snapshot.metrics
+    parts = [f"step {m.step}/{snapshot.steps}", f"reward {number(m.mean('reward_mean'), 2)}",
+             f"tokens/s {count(m.mean('tokens_per_s'))}", f"lag {number(m.mean('lag_mean'), 1)}",
+             f"gap {number(m.mean('gap_mean'), 2, 'e')}"]
+    versions = [str(s.version) for s in snapshot.services if s.service == "rollout" and s.version]
+    if versions:
+        parts.append(f"versions {','.join(versions)}")
+    if restarts := sum(s.restarts for s in snapshot.services):
+        parts.append(f"restarts {restarts}")
+    return f"{clock(time.time())} " + "  ".join(parts)
+
+
+def _title(snapshot: Snapshot) -> Text:
+    text = Text.assemble(("slipstream ", "bold"), (snapshot.run, "bold cyan"), "  ", (snapshot.state, "italic"))
+    return text.append(f"  {duration(snapshot.elapsed_s)}", "dim")
+
+
+def _progress(snapshot: Snapshot, width: int) -> Table:
+    step = snapshot.metrics.step
+    per_step_s = snapshot.metrics.mean("step_s", 20)
+    rest = f"{duration((snapshot.steps - step) * per_step_s)} left at {1 / per_step_s:.1f} steps/s" if per_step_s else ""
+    grid = Table.grid(padding=(0, 1))
+    grid.add_row(f"step {step}/{snapshot.steps}", ProgressBar(snapshot.steps, step, width=max(20, min(60, width - 50))),
+                 Text(rest, "dim"))
+    return grid
+
+
+def _figures(snapshot: Snapshot, width: int) -> Table:
+    m = snapshot.metrics
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim")
+    grid.add_column()
+    target = f" of {snapshot.target_reward:g}" if snapshot.target_reward is not None else ""
+    rewards = m.rewards
+    curve = sparkline(rewards, max(10, min(60, width - 40)))
+    reward = Text(f"{number(m.mean('reward_mean'), 3)}{target}  ", "bold").append(curve, "cyan")
+    if rewards:
+        reward.append(f"  {min(rewards):.2f} to {max(rewards):.2f}", "dim")
+    grid.add_row("reward", reward)
+    last = m.last
+    waits = share(m.mean("wait_s"), m.mean("step_s"))
+    grid.add_row("speed", f"{count(m.mean('tokens_per_s'))} tokens/s, the trainer waits {waits} of the time")
+    grid.add_row("lag", f"{number(last.get('lag_mean'), 2)} mean, {number(last.get('lag_max'), 0)} most, "
+                 f"bound {snapshot.max_lag} steps")
+    grid.add_row("gap", f"{number(last.get('gap_mean'), 1, 'e')} mean, {number(last.get('gap_max'), 1, 'e')} most: "
+                 "|log-probability of sampler - of trainer|")
+    grid.add_row("loss", f"{number(last.get('loss'), 4)}, gradient {number(last.get('grad_norm'), 3)}, "
+                 f"entropy {number(last.get('entropy'), 3)}, clipped {percent(last.get('clip_share'))}")
+    grid.add_row("buffer", _buffer(snapshot))
+    return grid
+
+
+def _buffer(snapshot: Snapshot) -> str:
+    open_draws = snapshot.figure("buffer", "open_draws", "draws_open")
+    outstanding = snapshot.figure("buffer", "outstanding_draws", "outstanding")
+    size = snapshot.figure("buffer", "stored_bytes", "bytes", "body_bytes")
+    return (f"{count(open_draws)} draws open, {count(outstanding)} outstanding, "
+            f"{'-' if size is None else f'{size / 1e6:.1f} MB'} of bodies")
+
+
+def services_table(snapshot: Snapshot) -> Table:
+    """One row for each process."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("process", "state", "version", "waits for", "since", "restarts"):
+        table.add_column(column, no_wrap=True, overflow="ellipsis", justify="left")
+    for s in snapshot.services:
+        version = f"{s.version} (step {s.version_step})" if s.version else ""
+        table.add_row(
+            s.instance, Text(s.state, _STATE_STYLE.get(s.state, "")), version, s.waiting_for,
+            duration(s.waited_s) if s.waiting_for else "", str(s.restarts) if s.restarts else "")
+    return table
+
+
+def _events(snapshot: Snapshot) -> list[RenderableType]:
+    lines = [Text(f"{clock(at)} {event}", "yellow", no_wrap=True, overflow="ellipsis")
+             for at, event in list(snapshot.events)[-EVENTS_SHOWN:]]
+    return [Text(), *lines] if lines else []
+
+
+def clock(unix: float) -> str:
+    """Local time of day."""
+    return time.strftime("%H:%M:%S", time.localtime(unix))
+
+
+def duration(seconds: float) -> str:
+    """12 s, 3:04 or 2:03:04."""
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+
+
+def number(value: float | None, digits: int, form: str = "f") -> str:
+    """A figure with fixed digits; - when there is none yet."""
+    return "-" if value is None else f"{value:.{digits}{form}}"
+
+
+def count(value: float | None) -> str:
+    """A large figure with its SI prefix."""
+    if value is None:
+        return "-"
+    for limit, prefix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if value >= limit:
+            return f"{value / (1e3 if prefix == 'k' else limit):.1f}{prefix}"
+    return f"{value:.0f}"
+
+
+def percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def share(part: float | None, whole: float | None) -> str:
+    """part / whole in percent."""
+    return percent(part / whole) if part is not None and whole else "-"
