@@ -1,0 +1,300 @@
+"""The ledger: what was drawn, who works on it, what became of it. One Protocol, two implementations.
+
+`RedisLedger` is the real one; `MemoryLedger` is the model that property tests compare it with. Neither knows gRPC. Every call
+takes a whole list and answers in its order: a call is one Redis script, atomic and, in mode `always`, durable when it returns.
+
+Order of a draw's life: grant_samples → submit_samples → grant_scoring → submit_scores → number_batch → read_batch → commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NamedTuple, NoReturn, Protocol
+
+from slipstream.config import RunFile
+from slipstream.errors import ConfigError, Fenced, InvalidInput, NotFound, OutOfRange
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The settings that decide transitions; taken from the run file once. Times in milliseconds."""
+
+    run: str
+    seed: int
+    steps: int
+    groups_per_batch: int
+    group_size: int
+    max_lag: int
+    pinned: bool
+    lease_ms: int
+    scoring_lease_ms: int
+    max_attempts: int
+    group_timeout_ms: int
+    quota_bytes: int
+    sample_bytes: int
+    keep_versions: int
+    over_lag: Mapping[str, str]
+    weights: Mapping[str, float]
+
+    @classmethod
+    def of(cls, run: RunFile) -> Rules:
+        schedule = run.schedule
+        return cls(
+            run=run.run.name, seed=run.run.seed, steps=run.run.steps, groups_per_batch=schedule.groups_per_batch,
+            group_size=schedule.group_size, max_lag=schedule.max_lag, pinned=schedule.pinned,
+            lease_ms=int(run.rollout.lease_s * 1000), scoring_lease_ms=int(run.reward.lease_s * 1000),
+            max_attempts=schedule.max_attempts, group_timeout_ms=int(schedule.group_timeout_s * 1000),
+            quota_bytes=run.buffer.quota_bytes, sample_bytes=min(run.buffer.sample_bytes, 64 + 16 * run.rollout.context),
+            keep_versions=run.objects.keep_versions, over_lag={e.name: e.over_lag for e in run.environments},
+            weights={e.name: e.weight for e in run.environments})
+
+
+class Lease(NamedTuple):
+    """The right to work on one sample; `attempt` fences. Example: draw 401, sample 3, second grant = Lease(401, 3, 2)."""
+
+    draw: int
+    sample: int  # position in the group
+    attempt: int
+    epoch: int = 1
+
+
+class Outcome(StrEnum):
+    """What became of one item of a list."""
+
+    ACCEPTED = "accepted"  # now, or by an earlier identical call
+    OUTDATED = "outdated"  # the group was closed meanwhile; nothing changed
+    FENCED = "fenced"  # a newer attempt exists, or the lease was given back
+    CONFLICT = "conflict"  # the same attempt came with another body
+    UNKNOWN = "unknown"  # never granted
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    lease: Lease
+    environment: str
+    task_index: int
+    group_size: int
+    min_step: int
+    pinned_version: int  # publication number; 0 = free-running
+    partial: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Why nothing can be given. `why` names the case, `facts` its numbers; sentences.py makes the sentence."""
+
+    why: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    grants: Sequence[Grant]
+    waiting: Waiting | None = None  # set when nothing was granted
+    finished: bool = False  # every batch of the run is numbered
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """One finished sample. `steps` are the distinct (step, incarnation) pairs of its version spans."""
+
+    lease: Lease
+    body: bytes
+    crc32c: int
+    tokens: int
+    generated_tokens: int
+    steps: Sequence[tuple[int, int]]
+    transcript: bytes = b""
+    score: bytes = b""  # serialized Score when the environment already gave the reward
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    lease: Lease
+    body: bytes
+    steps: Sequence[tuple[int, int]]
+    release: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringGrant:
+    lease: Lease
+    environment: str
+    task_index: int
+    transcript: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    lease: Lease
+    score: bytes  # serialized Score
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    number: int
+    step: int
+    incarnation: int
+    manifest_key: str
+    manifest_crc32c: int
+
+
+@dataclass(frozen=True, slots=True)
+class Incarnation:
+    incarnation: int
+    ledger_epoch: int
+    numbered_batch: int
+    committed_batch: int
+    ledger_sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Numbering:
+    """Answer to number_batch: numbered (now or before), or why not yet."""
+
+    numbered: bool
+    waiting: Waiting | None = None
+    checkpoint_now: bool = False
+    finished: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    index: int
+    body: bytes
+    crc32c: int
+    score: bytes
+    oldest_step: int
+    newest_step: int
+    tokens: int
+    generated_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchedGroup:
+    draw: int
+    environment: str
+    task_index: int
+    group_size: int
+    lag: int
+    mask_below_step: int
+    members: Sequence[Member]
+
+
+@dataclass(frozen=True, slots=True)
+class Composition:
+    """Everything of batch k that its log object needs."""
+
+    batch: int
+    ledger_epoch: int
+    ledger_sequence: int
+    groups: Sequence[BatchedGroup]
+    drops: Sequence[tuple[int, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """Counters of both state machines and the queues. `check()` proves that they add up."""
+
+    meta: Mapping[str, Any]
+    samples: Mapping[str, int]
+    groups: Mapping[str, int]
+    dropped: Mapping[str, int]
+
+    def check(self, group_size: int) -> None:
+        draws = int(self.meta.get("next_draw", 0)) - int(self.meta.get("lost", 0))
+        if sum(self.groups.values()) != draws or sum(self.samples.values()) != draws * group_size:
+            raise AssertionError(f"the ledger does not add up: {draws} draws, groups {self.groups}, samples {self.samples}")
+
+
+TOPICS = ("samples", "unscored", "ready", "versions")
+OnChange = Callable[[Sequence[str]], None]
+
+
+class Ledger(Protocol):
+    """See the module. Errors are SlipstreamErrors: Fenced, OutOfRange, NotFound, InvalidInput, Unavailable."""
+
+    rules: Rules
+    on_change: OnChange  # called with the topics (TOPICS) in which something became possible
+
+    async def open(self, tasks: Mapping[str, int]) -> None: ...
+    async def grant_samples(self, worker: str, count: int, loaded: int = 0) -> Granted: ...
+    async def heartbeat_samples(self, leases: Sequence[Lease]) -> list[Outcome]: ...
+    async def release_samples(self, leases: Sequence[Lease]) -> list[Outcome]: ...
+    async def submit_samples(self, submits: Sequence[Submit]) -> list[Outcome]: ...
+    async def submit_partials(self, partials: Sequence[Partial]) -> list[Outcome]: ...
+    async def grant_scoring(self, worker: str, count: int) -> list[ScoringGrant]: ...
+    async def heartbeat_scoring(self, leases: Sequence[Lease]) -> list[Outcome]: ...
+    async def submit_scores(self, scores: Sequence[Scored]) -> list[Outcome]: ...
+    async def take_incarnation(self, above: int, checkpoint_batch: int) -> Incarnation: ...
+    async def number_batch(self, incarnation: int, batch: int) -> Numbering: ...
+    async def read_batch(self, batch: int) -> Composition: ...
+    async def commit(self, incarnation: int, through_batch: int) -> int: ...
+    async def reserve_version(self, incarnation: int, step: int) -> int: ...
+    async def publish_version(self, version: Version) -> list[Version]: ...
+    async def hold_version(self, number: int, reader: str, ttl_ms: int) -> None: ...
+    async def versions(self) -> list[Version]: ...
+    async def sweep(self) -> None: ...
+    async def grace(self) -> None: ...
+    async def rebuild(
+        self, numbered: int, committed: int, next_draw: int, version: int, cursor: Mapping[str, int]) -> None: ...
+    async def balance(self) -> Balance: ...
+    async def archive(self) -> list[dict[str, Any]]: ...
+    async def trim(self, lines: Sequence[dict[str, Any]]) -> None: ...
+
+
+def balance_of(meta: Mapping[str, Any], rules: Rules) -> Balance:
+    """The counters of a ledger, by kind; adds `outstanding`."""
+    def part(prefix: str) -> dict[str, int]:
+        return {k.removeprefix(prefix): int(v) for k, v in meta.items() if k.startswith(prefix)}
+    get = {k: int(v) for k, v in meta.items() if isinstance(v, int)}
+    trained = min(max(get.get("published", -1), 0), get.get("numbered", 0))
+    outstanding = get.get("next_draw", 0) - get.get("dropped", 0) - rules.groups_per_batch * trained
+    return Balance({**meta, "outstanding": outstanding}, part("s:"), part("g:"), part("x:"))
+
+
+def refuse(code: str, facts: Mapping[str, Any]) -> NoReturn:
+    """Raise the error that a refusal code of a transition stands for."""
+    if code == "fenced":
+        raise Fenced(
+            f"incarnation {facts['given']} is not the newest, {facts['newest']}: another trainer has taken over; stop",
+            "FENCED", incarnation=facts["given"], newest=facts["newest"])
+    if code == "range":
+        raise OutOfRange(
+            f"batch {facts['batch']} must be above the committed {facts['committed']}, at most {facts['numbered'] + 1}",
+            "BATCH_RANGE", **facts)
+    if code == "fork":
+        raise Fenced(
+            f"the checkpoint is at batch {facts['checkpoint']} but batch {facts['committed']} is committed: resuming before "
+            "the last commit is a fork; give it a new run.name", "FORK", **facts)
+    if code == "behind":
+        raise Fenced(
+            f"the checkpoint is at batch {facts['checkpoint']} but the ledger has numbered only {facts['numbered']}",
+            "LEDGER_BEHIND", **facts)
+    if code == "unreserved":
+        raise InvalidInput(
+            f"version {facts['number']} of step {facts['step']} was not reserved by incarnation {facts['incarnation']}; "
+            "call ReserveVersion first", "NOT_RESERVED", **facts)
+    if code == "no_version":
+        raise NotFound(f"version {facts['number']} is not kept; list the versions and take a newer one", "NO_VERSION", **facts)
+    if code == "schema":
+        raise ConfigError(
+            f"ledger schema {facts['found']} of run {facts['run']} is not {facts['known']}: "
+            "use the release that wrote it, or a new run.name")
+    if code == "shape":
+        raise ConfigError(
+            f"{facts['field']} = {facts['given']}, but run {facts['run']} was started with {facts['found']}: "
+            "restore the setting or choose a new run.name")
+    raise ValueError(f"unknown refusal {code}: {facts}")
+
+
+def shape_of(rules: Rules) -> dict[str, int]:
+    """Settings that a run keeps for ever: changing them would renumber draws."""
+    return {
+        "schedule.groups_per_batch": rules.groups_per_batch, "schedule.group_size": rules.group_size,
+        "run.seed": rules.seed, "schedule.pinned": int(rules.pinned)}

@@ -1,0 +1,296 @@
+"""The in-memory ledger's batches, policy versions and upkeep (hops 4 to 7)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from services.buffer.ledger import (
+    Balance,
+    BatchedGroup,
+    Composition,
+    Incarnation,
+    Member,
+    Numbering,
+    Rules,
+    Version,
+    Waiting,
+    balance_of,
+    refuse,
+)
+from services.buffer.memory_state import MemoryState, Record
+
+
+class MemoryBatches:
+    """Half of `MemoryLedger`: everything that the trainer calls."""
+
+    rules: Rules
+    state: MemoryState
+
+    def _notify(self) -> None:
+        raise NotImplementedError
+
+    def _fence(self, incarnation: int) -> None:
+        if incarnation != (newest := self.state.get("incarnation")):
+            refuse("fenced", {"given": incarnation, "newest": newest})
+
+    # --- hop 4
+
+    async def take_incarnation(self, above: int, checkpoint_batch: int) -> Incarnation:
+        """A new fencing number. Batches that the checkpoint covers are committed; published_step falls back to it."""
+        state = self.state
+        numbered, committed = state.get("numbered"), state.get("committed")
+        if checkpoint_batch > numbered:
+            refuse("behind", {"checkpoint": checkpoint_batch, "numbered": numbered})
+        if checkpoint_batch < committed:
+            refuse("fork", {"checkpoint": checkpoint_batch, "committed": committed})
+        self._commit(checkpoint_batch)
+        incarnation = max(state.get("incarnation"), above) + 1
+        state.meta["incarnation"] = incarnation
+        state.lineage.append((incarnation, checkpoint_batch))
+        state.meta["published"] = min(state.get("published"), checkpoint_batch)
+        for number in [n for n, v in state.version_records.items() if not v["pub"]]:
+            del state.version_records[number]  # its writer is fenced: it can never be published
+        state.add("sequence", 1)
+        state.events.append({"event": "incarnation", "incarnation": incarnation, "checkpoint": checkpoint_batch})
+        state.changed.update(("samples", "versions", "ready"))
+        self._notify()
+        return Incarnation(
+            incarnation, state.meta["epoch"], state.get("numbered"), state.get("committed"), state.get("sequence"))
+
+    async def number_batch(self, incarnation: int, batch: int) -> Numbering:
+        """Fix the composition of batch k, or say why it has to wait. OutOfRange unless committed < k <= numbered + 1."""
+        state = self.state
+        self._fence(incarnation)
+        numbered, committed = state.get("numbered"), state.get("committed")
+        if not committed < batch <= numbered + 1:
+            refuse("range", {"batch": batch, "committed": committed, "numbered": numbered})
+        if batch > self.rules.steps:
+            return Numbering(False, finished=True)
+        if batch <= numbered:
+            return Numbering(True)
+        chosen, waiting = self._choose_pinned(batch) if self.rules.pinned else self._choose(batch)
+        if waiting is None:
+            self._number(batch, chosen)
+        self._notify()
+        full = waiting is not None and state.draw_refusal() == "bytes" and numbered > committed
+        return Numbering(waiting is None, waiting, checkpoint_now=full)
+
+    def _choose_pinned(self, batch: int) -> tuple[list[tuple[int, int, int]], Waiting | None]:
+        """Batch k is draws [(k-1)B, kB), all finished; a dropped one is missing."""
+        state, per_batch = self.state, self.rules.groups_per_batch
+        draws = range((batch - 1) * per_batch, batch * per_batch)
+        missing = max(0, draws.stop - max(state.get("next_draw"), draws.start))
+        live = [d for d in draws if d in state.groups]
+        unfinished = [d for d in live if state.groups[d]["st"] == "open"]
+        if missing or unfinished:
+            return [], self._batch_waiting("unfinished", batch, unfinished, missing)
+        lags = [(d, batch - 1 - state.bounds(state.groups[d])[0], 0) for d in live]
+        return lags, None
+
+    def _choose(self, batch: int) -> tuple[list[tuple[int, int, int]], Waiting | None]:
+        """The first B complete groups in draw order, unless an unfinished one would miss its bound by that."""
+        state, rules = self.state, self.rules
+        chosen: list[tuple[int, int, int]] = []  # draw, lag, mask below
+        for draw in sorted(state.ready):
+            group = state.groups[draw]
+            oldest, newest = state.bounds(group)
+            lag, least = batch - 1 - oldest, max(0, batch - 1 - rules.max_lag)
+            if lag <= rules.max_lag:
+                chosen.append((draw, lag, 0))
+            elif rules.over_lag[group["e"]] == "mask" and newest >= least:
+                chosen.append((draw, lag, least))
+            else:
+                state.drop(draw, "lag")
+        unfinished = state.unfinished()
+        if len(chosen) < rules.groups_per_batch:
+            missing = max(0, rules.groups_per_batch - len(chosen) - len(unfinished))
+            return [], self._batch_waiting("unfinished", batch, unfinished, missing, rules.groups_per_batch - len(chosen))
+        for draw in unfinished:
+            group = state.groups[draw]
+            oldest = state.oldest_granted(group)
+            if rules.over_lag[group["e"]] == "wait" and oldest is not None and batch - oldest == rules.max_lag + 1:
+                return [], self._batch_waiting("oldest", batch, [draw], 0)
+        return chosen[:rules.groups_per_batch], None
+
+    def _batch_waiting(self, why: str, batch: int, unfinished: Sequence[int], missing: int, count: int = 0) -> Waiting:
+        facts: dict[str, Any] = {
+            "batch": batch, "unfinished": count or len(unfinished) + missing, "undrawn": missing,
+            "of": self.rules.groups_per_batch}
+        if unfinished:
+            group = self.state.groups[unfinished[0]]
+            index = next(i for i, s in enumerate(group["s"]) if s["st"] not in ("scored", "closed"))
+            sample = group["s"][index]
+            facts.update(draw=unfinished[0], index=index, state=sample["st"], worker=sample.get("w", ""),
+                         scorer=sample.get("sw", ""))
+        return Waiting(why, facts)
+
+    def _number(self, batch: int, chosen: Sequence[tuple[int, int, int]]) -> None:
+        state = self.state
+        for draw, _, _ in chosen:
+            group = state.groups[draw]
+            state.move_group(group, "batched")
+            group["k"] = batch
+            state.ready.remove(draw)
+        state.meta["numbered"] = batch
+        state.batches[batch] = {
+            "g": [list(c) for c in chosen], "d": [list(d) for d in state.drops], "q": state.get("sequence")}
+        state.drops = []
+        state.events.append({"event": "batch", "batch": batch, "groups": len(chosen)})
+        state.changed.update(("ready", "samples"))
+
+    async def read_batch(self, batch: int) -> Composition:
+        """The composition with its bodies. NotFound unless numbered and uncommitted."""
+        state = self.state
+        if (record := state.batches.get(batch)) is None:
+            refuse("range", {"batch": batch, "committed": state.get("committed"), "numbered": state.get("numbered")})
+        groups = []
+        for draw, lag, mask in record["g"]:
+            group = state.groups[draw]
+            members = [
+                Member(i, state.bodies[draw, i], s["c"], state.scores[draw, i], min(p[0] for p in s["sp"]),
+                       max(p[0] for p in s["sp"]), s["tok"], s["gen"])
+                for i, s in enumerate(group["s"]) if s["st"] == "scored"]
+            groups.append(BatchedGroup(draw, group["e"], group["x"], group["n"], lag, mask, members))
+        return Composition(batch, state.meta["epoch"], record["q"], groups, [(d, r) for d, r in record["d"]])
+
+    # --- hop 6
+
+    async def commit(self, incarnation: int, through_batch: int) -> int:
+        """Close the rows of all batches up to k and free their bodies. Idempotent."""
+        self._fence(incarnation)
+        state = self.state
+        if through_batch > state.get("numbered"):
+            refuse("range", {
+                "batch": through_batch, "committed": state.get("committed"), "numbered": state.get("numbered")})
+        self._commit(through_batch)
+        self._notify()
+        return state.get("committed")
+
+    def _commit(self, through: int) -> None:
+        state = self.state
+        if through <= state.get("committed"):
+            return
+        for batch in range(state.get("committed") + 1, through + 1):
+            for draw, _, _ in state.batches.pop(batch)["g"]:
+                state.move_group(state.groups[draw], "committed")
+                state.free(draw)
+        state.meta["committed"] = through
+        state.events.append({"event": "commit", "batch": through})
+        state.changed.update(("samples", "ready"))
+
+    # --- hop 5 and 7
+
+    async def reserve_version(self, incarnation: int, step: int) -> int:
+        """A publication number above all earlier ones."""
+        self._fence(incarnation)
+        self.state.add("version", 1)
+        number = self.state.get("version")
+        self.state.version_records[number] = {"step": step, "inc": incarnation, "key": "", "crc": 0, "pub": 0, "del": 0}
+        return number
+
+    async def publish_version(self, version: Version) -> list[Version]:
+        """Make a reserved version known; returns what may be deleted, each in two answers, so that a lost one is harmless."""
+        self._fence(version.incarnation)
+        state = self.state
+        record = state.version_records.get(version.number)
+        if record is None or record["inc"] != version.incarnation or record["step"] != version.step:
+            refuse("unreserved", {
+                "number": version.number, "step": version.step, "incarnation": version.incarnation})
+        if not record["pub"]:
+            record.update(pub=1, key=version.manifest_key, crc=version.manifest_crc32c)
+            state.meta["published"] = max(state.get("published"), version.step)
+            state.events.append({"event": "version", "number": version.number, "step": version.step})
+            state.changed.update(("versions", "samples"))
+        deletable = self._deletable()
+        self._notify()
+        return deletable
+
+    def _deletable(self) -> list[Version]:
+        state, records = self.state, self.state.version_records
+        needed = self._needed_step()
+        newest = sorted((n for n, v in records.items() if state.valid(v)), reverse=True)[:self.rules.keep_versions]
+        held = {number for (number, _), deadline in state.holds.items() if deadline > state.now_ms()}
+        deletable = []
+        for number, record in sorted(records.items()):
+            if record["del"]:
+                deletable.append(_version(number, record))
+                del records[number]
+            elif record["pub"] and number not in newest and number not in held and not (
+                    state.valid(record) and record["step"] >= needed):
+                deletable.append(_version(number, record))
+                record["del"] = 1
+        return deletable
+
+    def _needed_step(self) -> float:
+        """Versions of this step and above are named by open draws, or will be by the next one, of a pinned schedule."""
+        if not self.rules.pinned:
+            return float("inf")
+        state = self.state
+        steps = [state.groups[d]["p"] for d in state.unfinished()[:1]]
+        steps.append(max(0, state.get("next_draw") // self.rules.groups_per_batch - self.rules.max_lag))
+        return min(steps)
+
+    async def hold_version(self, number: int, reader: str, ttl_ms: int) -> None:
+        """Keep a version from deletion while it is read. NotFound when it is gone."""
+        record = self.state.version_records.get(number)
+        if record is None or not record["pub"] or record["del"]:
+            refuse("no_version", {"number": number})
+        self.state.holds[number, reader] = self.state.now_ms() + ttl_ms
+
+    async def versions(self) -> list[Version]:
+        """Versions that may be loaded, newest first."""
+        records = sorted(self.state.version_records.items(), reverse=True)
+        return [_version(n, v) for n, v in records if self.state.valid(v)]
+
+    # --- upkeep
+
+    async def sweep(self) -> None:
+        """Drop groups over their deadline; forget lapsed holds."""
+        state, now = self.state, self.state.now_ms()
+        if timeout := self.rules.group_timeout_ms:
+            for draw in state.unfinished():
+                if state.groups[draw]["t"] + timeout <= now:
+                    state.drop(draw, "timeout")
+        state.holds = {k: t for k, t in state.holds.items() if t > now}
+        self._notify()
+
+    async def grace(self) -> None:
+        """After an outage of the store or of this service, no lease expires for one lease period."""
+        self.state.meta["grace"] = self.state.now_ms() + max(self.rules.lease_ms, self.rules.scoring_lease_ms)
+
+    async def rebuild(
+            self, numbered: int, committed: int, next_draw: int, version: int, cursor: Mapping[str, int]) -> None:
+        """Start over behind a lost ledger: a new epoch; batches known from the log are numbered, other draws are lost."""
+        state = self.state
+        if numbered <= state.get("numbered"):
+            return  # another front was faster
+        kept = {k: v for k, v in state.meta.items() if k in ("schema", "estimate", "grace", "incarnation") or "." in k}
+        epoch, sequence = state.get("epoch") + 1, state.get("sequence")
+        fresh = MemoryState(self.rules, state.now_ms)
+        fresh.meta = kept
+        fresh.meta.update({
+            "epoch": epoch, "published": -1, "numbered": numbered, "committed": committed, "next_draw": next_draw,
+            "lost": next_draw, "sequence": sequence + 1, "version": version,
+            "dropped": next_draw - numbered * self.rules.groups_per_batch})
+        fresh.cursor = dict(cursor)
+        fresh.events.append({"event": "rebuilt", "epoch": epoch, "numbered": numbered, "next_draw": next_draw})
+        self.state = fresh
+
+    async def balance(self) -> Balance:
+        meta: dict[str, Any] = dict(self.state.meta)
+        meta.update(ready=len(self.state.ready))
+        return balance_of(meta, self.rules)
+
+    async def archive(self) -> list[dict[str, Any]]:
+        """Lines of the event and dead-letter logs, oldest first, to be written elsewhere and then trimmed."""
+        return [dict(line, log="events") for line in self.state.events] + [dict(line, log="dead") for line in self.state.dead]
+
+    async def trim(self, lines: Sequence[dict[str, Any]]) -> None:
+        """Forget archived lines."""
+        for name, log in (("events", self.state.events), ("dead", self.state.dead)):
+            del log[:sum(line["log"] == name for line in lines)]
+
+
+def _version(number: int, record: Record) -> Version:
+    return Version(number, record["step"], record["inc"], record["key"], record["crc"])

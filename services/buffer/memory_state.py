@@ -1,0 +1,225 @@
+"""State of the in-memory ledger and the steps that several transitions share: the Python twin of scripts/ledger.lua.
+
+A group record (JSON in Redis, a dict here):
+    {"e": environment, "x": task index, "n": samples, "t": drawn at (ms), "m": least step, "p": pinned step or -1,
+     "st": state, "k": batch (0 = none), "s": [sample, ...]}
+A sample record; absent keys mean "not yet":
+    st state · a attempt · w worker · g [step, incarnation] that the grant started from · r bytes reserved ·
+    sa scoring attempt · sw scoring worker · c crc32c · tok, gen tokens · sp [[step, incarnation], ...] of the body ·
+    pp the same of a partial · lb, lt, ls, lp bytes held as body, transcript, score, partial · why reason of closing
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from services.buffer import transitions
+from services.buffer.ledger import Lease, Rules
+
+Record = dict[str, Any]
+Key = tuple[int, int]  # (draw, sample index)
+TERMINAL = ("scored", "closed")
+
+
+class MemoryState:
+    """Tables and shared steps. `now_ms` is the injected clock."""
+
+    def __init__(self, rules: Rules, now_ms: Callable[[], int]) -> None:
+        self.rules, self.now_ms = rules, now_ms
+        self.meta: dict[str, Any] = {}
+        self.groups: dict[int, Record] = {}
+        self.open_samples: set[Key] = set()
+        self.leases: dict[Key, int] = {}  # deadline, ms
+        self.scoring: dict[Key, int] = {}
+        self.bodies: dict[Key, bytes] = {}
+        self.transcripts: dict[Key, bytes] = {}
+        self.scores: dict[Key, bytes] = {}
+        self.partials: dict[Key, bytes] = {}
+        self.unscored: list[Key] = []
+        self.ready: list[int] = []
+        self.events: list[Record] = []
+        self.dead: list[Record] = []
+        self.drops: list[tuple[int, str]] = []
+        self.batches: dict[int, Record] = {}
+        self.version_records: dict[int, Record] = {}
+        self.holds: dict[tuple[int, str], int] = {}
+        self.cursor: dict[str, int] = {}
+        self.lineage: list[tuple[int, int]] = []  # (incarnation, checkpoint batch that it started from)
+        self.changed: set[str] = set()
+
+    def get(self, name: str) -> int:
+        return self.meta.get(name, 0)
+
+    def add(self, name: str, delta: int) -> None:
+        self.meta[name] = self.get(name) + delta
+
+    # --- the state machines
+
+    def move(self, sample: Record, state: str) -> None:
+        """A sample's edge, counted."""
+        transitions.check_sample(sample["st"], state)
+        self.add("s:" + sample["st"], -1)
+        self.add("s:" + state, 1)
+        self.add("sequence", 1)
+        sample["st"] = state
+
+    def move_group(self, group: Record, state: str) -> None:
+        """A group's edge, counted."""
+        transitions.check_group(group["st"], state)
+        self.add("g:" + group["st"], -1)
+        self.add("g:" + state, 1)
+        self.add("sequence", 1)
+        group["st"] = state
+
+    def hold(self, sample: Record, field: str, size: int) -> None:
+        """Bytes held for one part of a sample (lb, lt, ls, lp)."""
+        self.add("bytes", size - sample.get(field, 0))
+        if size:
+            sample[field] = size
+        else:
+            sample.pop(field, None)
+
+    def unreserve(self, sample: Record) -> None:
+        """Give the admission estimate of a sample back."""
+        self.add("reserved", -sample.pop("r", 0))
+
+    def close(self, key: Key, sample: Record, reason: str) -> None:
+        """Any non-terminal state → closed(reason); frees what it holds."""
+        self.open_samples.discard(key)
+        self.leases.pop(key, None)
+        self.scoring.pop(key, None)
+        self.unreserve(sample)
+        self._free_parts(key, sample)
+        self.move(sample, "closed")
+        sample["why"] = reason
+
+    def fail(self, key: Key, sample: Record, reason: str) -> None:
+        """Close a sample for good, by name in the dead letters; its group may be finished by that."""
+        self.close(key, sample, "failed")
+        self.dead.append({"draw": key[0], "index": key[1], "reason": reason})
+        self.settle(key[0])
+
+    def settle(self, draw: int) -> None:
+        """Group open → complete | short | dropped(failed) once every sample is scored or closed."""
+        group = self.groups[draw]
+        states = [s["st"] for s in group["s"]]
+        if any(st not in TERMINAL for st in states):
+            return
+        if "scored" not in states:
+            self.drop(draw, "failed")
+            return
+        self.move_group(group, "short" if "closed" in states else "complete")
+        self.ready.append(draw)
+        self.changed.add("ready")
+
+    def drop(self, draw: int, reason: str) -> None:
+        """Group → dropped(reason): its samples are closed, its slot and bytes are free, the decision is written down."""
+        group = self.groups[draw]
+        for index, sample in enumerate(group["s"]):
+            if sample["st"] not in TERMINAL:
+                self.close((draw, index), sample, reason)
+        tokens = sum(s.get("gen", 0) for s in group["s"])
+        self.move_group(group, "dropped")
+        self.free(draw)
+        self.add("dropped", 1)
+        self.add("x:" + reason, 1)
+        if draw in self.ready:
+            self.ready.remove(draw)
+        self.drops.append((draw, reason))
+        self.dead.append({"draw": draw, "reason": reason, "environment": group["e"], "generated_tokens": tokens})
+        self.changed.update(("samples", "ready"))
+
+    def free(self, draw: int) -> None:
+        """Forget a terminal group: below the next draw and without a record means terminal."""
+        group = self.groups.pop(draw)
+        for index, sample in enumerate(group["s"]):
+            self._free_parts((draw, index), sample)
+
+    def _free_parts(self, key: Key, sample: Record) -> None:
+        for field, table in (("lb", self.bodies), ("lt", self.transcripts), ("ls", self.scores), ("lp", self.partials)):
+            table.pop(key, None)
+            self.hold(sample, field, 0)
+
+    # --- lookups
+
+    def find(self, lease: Lease) -> Record | None:
+        """The sample of a lease; None when its group is terminal or was never drawn."""
+        group = self.groups.get(lease.draw) if lease.epoch == self.meta["epoch"] else None
+        return group["s"][lease.sample] if group and lease.sample < group["n"] else None
+
+    def is_past(self, lease: Lease) -> bool:
+        """Whether a lease without a record names a terminal draw (else: one that never was)."""
+        return lease.epoch < self.meta["epoch"] or (
+            lease.epoch == self.meta["epoch"] and lease.draw < self.get("next_draw") and lease.draw not in self.groups)
+
+    def effective(self, step: int, incarnation: int) -> int:
+        """A step as lag counts it: on a branch that died with a crash, the distance through the common checkpoint."""
+        fork = min((c for i, c in self.lineage if i > incarnation), default=None)
+        return step if fork is None or step <= fork else 2 * fork - step
+
+    def valid(self, version: Record) -> bool:
+        """Published, on the living branch, not handed out for deletion."""
+        return bool(
+            version["pub"] and not version["del"] and self.effective(version["step"], version["inc"]) == version["step"])
+
+    def bounds(self, group: Record) -> tuple[int, int]:
+        """Lowest and highest effective step of the tokens of a finished group."""
+        steps = [self.effective(*pair) for s in group["s"] if s["st"] == "scored" for pair in s["sp"]]
+        return min(steps), max(steps)
+
+    def oldest_granted(self, group: Record) -> int | None:
+        """Lowest effective step that a token of an unfinished group may have; None when nothing was granted."""
+        pairs: list[Sequence[int]] = []
+        for sample in group["s"]:
+            if sample["st"] in ("leased", "partial"):
+                pairs += [sample["g"], *sample.get("pp", ())]
+            elif sample["st"] in ("unscored", "scoring", "scored"):
+                pairs += sample["sp"]
+        return min((self.effective(step, incarnation) for step, incarnation in pairs), default=None)
+
+    def least_step(self, group: Record) -> int:
+        """Step that a worker must have loaded for a grant made now."""
+        return max(group["m"], self.get("numbered") - self.rules.max_lag) if group["p"] < 0 else group["p"]
+
+    def pinned_version(self, step: int) -> int | None:
+        """Newest valid version of a step."""
+        return max((n for n, v in self.version_records.items() if v["step"] == step and self.valid(v)), default=None)
+
+    # --- budget
+
+    def outstanding(self) -> int:
+        """Draws open, complete, or batched and not yet covered by a published step."""
+        trained = min(max(self.get("published"), 0), self.get("numbered"))
+        return self.get("next_draw") - self.get("dropped") - self.rules.groups_per_batch * trained
+
+    def draw_refusal(self) -> str | None:
+        """Why no draw may be made now; None when it may. Names are those of sentences.py."""
+        rules, draw, per_batch = self.rules, self.get("next_draw"), self.rules.groups_per_batch
+        if self.get("published") < 0:
+            return "first_version"
+        if (draw if rules.pinned else draw - self.get("dropped")) >= rules.steps * per_batch:
+            return "drawn"
+        if rules.pinned and self.get("published") < max(0, draw // per_batch - rules.max_lag):
+            return "version"
+        if not rules.pinned and self.outstanding() >= (rules.max_lag + 1) * per_batch:
+            return "budget"
+        needed = self.get("bytes") + self.get("reserved") + rules.group_size * self.get("estimate")
+        freeable = self.get("numbered") > self.get("committed") or self.get("g:open") > 0
+        return "bytes" if needed > rules.quota_bytes and freeable else None
+
+    def unfinished(self) -> list[int]:
+        """Draws of open groups, oldest first."""
+        return sorted(d for d, g in self.groups.items() if g["st"] == "open")
+
+    def contents(self) -> Mapping[str, Any]:
+        """Everything, for comparison with another implementation."""
+        return {
+            "meta": {k: v for k, v in self.meta.items() if v}, "groups": self.groups, "open": sorted(self.open_samples),
+            "leases": self.leases, "scoring": self.scoring, "bodies": self.bodies, "transcripts": self.transcripts,
+            "scores": self.scores, "partials": self.partials, "unscored": self.unscored, "ready": self.ready,
+            "events": self.events, "dead": self.dead, "drops": self.drops, "batches": self.batches,
+            "versions": self.version_records, "holds": self.holds, "cursor": {k: v for k, v in self.cursor.items() if v},
+            "lineage": self.lineage, "unfinished": self.unfinished()}
+
+

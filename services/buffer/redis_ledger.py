@@ -1,0 +1,326 @@
+"""The ledger in Redis: one typed function beside each script. Redis `TIME`, asked inside the script, is the only clock.
+
+Redis 7.0 commands only, so that Valkey, Redis and the managed services all do. One round trip per call, however long its list.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import redis.asyncio as aioredis
+from redis import exceptions
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from services.buffer.cursor import TaskCursor
+from services.buffer.ledger import (
+    SCHEMA,
+    Balance,
+    BatchedGroup,
+    Composition,
+    Grant,
+    Granted,
+    Incarnation,
+    Lease,
+    Member,
+    Numbering,
+    OnChange,
+    Outcome,
+    Partial,
+    Rules,
+    Scored,
+    ScoringGrant,
+    Submit,
+    Version,
+    Waiting,
+    balance_of,
+    refuse,
+    shape_of,
+)
+from services.buffer.scripts import Scripts
+from slipstream.errors import ConfigError
+
+log = logging.getLogger("slipstream.buffer")
+_OUTCOMES = {o.value: o for o in Outcome}
+
+
+class RedisLedger:
+    """See `Ledger`. `now_ms` replaces the clock in tests alone."""
+
+    def __init__(self, client: aioredis.Redis, rules: Rules, now_ms: Callable[[], int] | None = None) -> None:
+        self.rules = rules
+        self.on_change: OnChange = lambda topics: None
+        self._scripts = Scripts(client, rules.run, dataclasses.asdict(rules))
+        self._now_ms = now_ms or (lambda: 0)
+        self._cursor: TaskCursor | None = None
+        self._proposals: list[tuple[str, int]] = []  # tasks of draws `_start`, `_start` + 1, ...
+        self._start = 0
+
+    async def open(self, tasks: Mapping[str, int]) -> None:
+        """Create or join the ledger of the run. ConfigError when its shape or schema differs."""
+        self._cursor = TaskCursor(self.rules.seed, self.rules.weights, tasks)
+        await self._run("open", {"schema": SCHEMA, "shape": shape_of(self.rules)})
+
+    async def _run(self, name: str, request: Any, blob: bytes = b"") -> tuple[Any, list[bytes]]:
+        scripts = self._scripts
+        if scripts.lost_connection and name not in ("open", "grace"):
+            await self.grace()  # before anything can expire
+        result, topics, blobs = await scripts.run(name, request, blob, self._now_ms())
+        if topics:
+            self.on_change(topics)
+        return result, blobs
+
+    # --- hop 1 and 2
+
+    async def grant_samples(self, worker: str, count: int, loaded: int = 0) -> Granted:
+        """Expired leases first, then open samples in draw order, then new draws while the budget allows."""
+        grants: list[Grant] = []
+        while True:
+            wanted = -(-(count - len(grants)) // self.rules.group_size)
+            await self._propose(wanted)
+            result, partials = await self._run("grant_samples", {
+                "worker": worker, "count": count - len(grants), "loaded": loaded, "start": self._start,
+                "tasks": self._proposals[:wanted + 8]})
+            rows, bodies, epoch = result["grants"] or (), iter(partials), result["epoch"]
+            grants += [
+                Grant(Lease(d, i, a, epoch), e, x, n, least, pinned, next(bodies) if partial else b"")
+                for d, i, a, e, x, n, least, pinned, partial in rows]
+            del self._proposals[:max(0, result["next_draw"] - self._start)]
+            self._start = max(self._start, result["next_draw"])
+            if not result["stale"]:
+                waiting = None if grants else Waiting(result["why"], result["facts"])
+                return Granted(grants, waiting, result["finished"])
+            self._start = -1  # another front drew, or the ledger was rebuilt: read the cursor again
+
+    async def _propose(self, count: int) -> None:
+        """Have the tasks of the next draws at hand: a pure function of the cursor, so that a stale one only costs a retry."""
+        if len(self._proposals) >= count and self._start >= 0:
+            return
+        assert self._cursor is not None
+        async with self._pipeline() as pipe:
+            pipe.hget(self._scripts.keys["meta"], "next_draw")
+            pipe.hgetall(self._scripts.keys["cursor"])
+            draw, counts = await pipe.execute()
+        self._start = int(draw or 0)
+        proposals = self._cursor.proposals(self._start, {k.decode(): int(v) for k, v in counts.items()})
+        self._proposals = [next(proposals) for _ in range(max(count, 64))]
+
+    async def heartbeat_samples(self, leases: Sequence[Lease]) -> list[Outcome]:
+        return await self._extend("leases", "a", self.rules.lease_ms, leases)
+
+    async def release_samples(self, leases: Sequence[Lease]) -> list[Outcome]:
+        """The lease lapses now: no edge, the sample stays leased(a) until it is granted again."""
+        return await self._extend("leases", "a", -1, leases)
+
+    async def _extend(self, queue: str, field: str, ms: int, leases: Sequence[Lease]) -> list[Outcome]:
+        result, _ = await self._run("extend", {"queue": queue, "field": field, "ms": ms, "leases": leases})
+        return [_OUTCOMES[o] for o in result]
+
+    async def submit_samples(self, submits: Sequence[Submit]) -> list[Outcome]:
+        """Store finished samples: one script, one fsync, for the whole list."""
+        items = [
+            (s.crc32c, s.tokens, s.generated_tokens, s.steps, len(s.body), len(s.transcript), len(s.score), s.failure)
+            for s in submits]
+        blob = b"".join(part for s in submits for part in (s.body, s.transcript, s.score))
+        result, _ = await self._run("submit_samples", {"leases": [s.lease for s in submits], "items": items}, blob)
+        return [_OUTCOMES[o] for o in result]
+
+    async def submit_partials(self, partials: Sequence[Partial]) -> list[Outcome]:
+        items = [(len(p.body), p.steps, int(p.release)) for p in partials]
+        request = {"leases": [p.lease for p in partials], "items": items}
+        result, _ = await self._run("submit_partials", request, b"".join(p.body for p in partials))
+        return [_OUTCOMES[o] for o in result]
+
+    # --- hop 3
+
+    async def grant_scoring(self, worker: str, count: int) -> list[ScoringGrant]:
+        """Expired scoring leases first, then the unscored in order of arrival."""
+        result, transcripts = await self._run("grant_scoring", {"worker": worker, "count": count})
+        epoch = result["epoch"]
+        return [
+            ScoringGrant(Lease(d, i, a, epoch), e, x, transcript)
+            for (d, i, a, e, x), transcript in zip(result["grants"] or (), transcripts, strict=True)]
+
+    async def heartbeat_scoring(self, leases: Sequence[Lease]) -> list[Outcome]:
+        return await self._extend("scoring", "sa", self.rules.scoring_lease_ms, leases)
+
+    async def submit_scores(self, scores: Sequence[Scored]) -> list[Outcome]:
+        request = {"leases": [s.lease for s in scores], "sizes": [len(s.score) for s in scores]}
+        result, _ = await self._run("submit_scores", request, b"".join(s.score for s in scores))
+        return [_OUTCOMES[o] for o in result]
+
+    # --- hop 4 and 6
+
+    async def take_incarnation(self, above: int, checkpoint_batch: int) -> Incarnation:
+        """A new fencing number. Batches that the checkpoint covers are committed; published_step falls back to it."""
+        result, _ = await self._run("take_incarnation", {"above": above, "checkpoint": checkpoint_batch})
+        return Incarnation(*result)
+
+    async def number_batch(self, incarnation: int, batch: int) -> Numbering:
+        """Fix the composition of batch k, or say why it has to wait. OutOfRange unless committed < k <= numbered + 1."""
+        r, _ = await self._run("number_batch", {"incarnation": incarnation, "batch": batch})
+        waiting = Waiting(r["why"], r["facts"]) if "why" in r else None
+        return Numbering(r["numbered"], waiting, r.get("full", False), r.get("finished", False))
+
+    async def read_batch(self, batch: int) -> Composition:
+        """The composition with its bodies. OutOfRange unless numbered and uncommitted."""
+        keys = self._scripts.keys
+        async with self._pipeline() as pipe:
+            pipe.hget(keys["batches"], str(batch))
+            pipe.hmget(keys["meta"], ["epoch", "committed", "numbered"])
+            raw, (epoch, committed, numbered) = await pipe.execute()
+        if raw is None:
+            refuse("range", {"batch": batch, "committed": int(committed or 0), "numbered": int(numbered or 0)})
+        assert raw is not None
+        record = json.loads(raw)
+        draws = [row[0] for row in record["g"] or ()]
+        groups = await self._groups(draws)
+        members = [f"{d}:{i}" for d in draws for i, s in enumerate(groups[d]["s"]) if s["st"] == "scored"]
+        parts: list[list[bytes | None]] = [[], []]
+        if members:
+            async with self._pipeline() as pipe:
+                pipe.hmget(keys["bodies"], members)
+                pipe.hmget(keys["scores"], members)
+                parts = await pipe.execute()
+        if None in parts[0] or None in parts[1]:  # committed between the two reads
+            refuse("range", {"batch": batch, "committed": batch, "numbered": int(numbered or 0)})
+        bodies = zip(*parts, strict=True)
+        chosen = [_batched(row, groups[row[0]], bodies) for row in record["g"] or ()]
+        drops = [(d, r) for d, r in record["d"] or ()]
+        return Composition(batch, int(epoch), record["q"], chosen, drops)
+
+    async def _groups(self, draws: Sequence[int]) -> dict[int, dict[str, Any]]:
+        if not draws:
+            return {}
+        async with self._pipeline() as pipe:
+            pipe.hmget(self._scripts.keys["groups"], [str(d) for d in draws])
+            raw, = await pipe.execute()
+        return {d: json.loads(r) for d, r in zip(draws, raw, strict=True)}
+
+    async def commit(self, incarnation: int, through_batch: int) -> int:
+        """Close the rows of all batches up to k and free their bodies. Idempotent."""
+        result, _ = await self._run("commit", {"incarnation": incarnation, "through": through_batch})
+        return result
+
+    async def rebuild(
+            self, numbered: int, committed: int, next_draw: int, version: int, cursor: Mapping[str, int]) -> None:
+        """Start over behind a lost ledger: a new epoch; batches known from the log are numbered, other draws are lost."""
+        await self._run("rebuild", {
+            "numbered": numbered, "committed": committed, "next_draw": next_draw, "version": version, "cursor": cursor})
+        self._start, self._proposals = -1, []
+
+    # --- hop 5 and 7
+
+    async def reserve_version(self, incarnation: int, step: int) -> int:
+        """A publication number above all earlier ones."""
+        result, _ = await self._run("reserve_version", {"incarnation": incarnation, "step": step})
+        return result
+
+    async def publish_version(self, version: Version) -> list[Version]:
+        """Make a reserved version known; returns what may be deleted, each in two answers, so that a lost one is harmless."""
+        result, _ = await self._run("publish_version", {
+            "number": version.number, "step": version.step, "incarnation": version.incarnation,
+            "key": version.manifest_key, "crc": version.manifest_crc32c})
+        return [Version(*row) for row in result or ()]
+
+    async def hold_version(self, number: int, reader: str, ttl_ms: int) -> None:
+        """Keep a version from deletion while it is read. NotFound when it is gone."""
+        await self._run("hold_version", {"number": number, "reader": reader, "ms": ttl_ms})
+
+    async def versions(self) -> list[Version]:
+        """Versions that may be loaded, newest first."""
+        result, _ = await self._run("list_versions", {})
+        return [Version(*row) for row in result or ()]
+
+    # --- upkeep
+
+    async def sweep(self) -> None:
+        """Drop groups over their deadline; forget lapsed holds."""
+        await self._run("sweep", {})
+
+    async def grace(self) -> None:
+        """After an outage of Redis or of this service, no lease expires for one lease period."""
+        await self._scripts.run("grace", {}, now_ms=self._now_ms())
+        self._scripts.lost_connection = False
+        self.on_change(("samples", "unscored", "ready", "versions"))
+
+    async def balance(self) -> Balance:
+        keys = self._scripts.keys
+        async with self._pipeline() as pipe:
+            pipe.hgetall(keys["meta"])
+            pipe.xlen(keys["ready"])
+            raw, ready = await pipe.execute()
+        meta: dict[str, Any] = {k.decode(): int(v) for k, v in raw.items() if k != b"lineage"}
+        return balance_of({**meta, "ready": ready}, self.rules)
+
+    async def archive(self) -> list[dict[str, Any]]:
+        """Lines of the event and dead-letter logs, oldest first, to be written elsewhere and then trimmed."""
+        lines = []
+        for name in ("events", "dead"):
+            async with self._pipeline() as pipe:
+                pipe.xrange(self._scripts.keys[name], count=10_000)
+                entries, = await pipe.execute()
+            lines += [dict(json.loads(fields[b"line"]), log=name, id=entry.decode()) for entry, fields in entries]
+        return lines
+
+    async def trim(self, lines: Sequence[dict[str, Any]]) -> None:
+        """Forget archived lines."""
+        for name in ("events", "dead"):
+            if ids := [line["id"] for line in lines if line["log"] == name]:
+                async with self._pipeline() as pipe:
+                    pipe.xdel(self._scripts.keys[name], *ids)
+                    await pipe.execute()
+
+    @asynccontextmanager
+    async def _pipeline(self) -> AsyncIterator[Any]:
+        """Plain commands in one transaction; server errors become ours."""
+        async with self._scripts.client.pipeline(transaction=True) as pipe:
+            try:
+                yield pipe
+            except (exceptions.RedisError, OSError) as error:
+                raise await self._scripts.failed(error) from error
+
+
+def _batched(row: Sequence[int], group: Mapping[str, Any], parts: Any) -> BatchedGroup:
+    members = []
+    for index, sample in enumerate(group["s"]):
+        if sample["st"] == "scored":
+            body, score = next(parts)
+            steps = [step for step, _ in sample["sp"]]
+            members.append(Member(index, body, sample["c"], score, min(steps), max(steps), sample["tok"], sample["gen"]))
+    return BatchedGroup(row[0], group["e"], group["x"], group["n"], row[1], row[2], members)
+
+
+def connect(url: str) -> aioredis.Redis:
+    """A client whose calls fail at once when the server is away: the callers retry, and see it."""
+    return aioredis.Redis.from_url(
+        url, socket_timeout=60, socket_connect_timeout=5, retry=Retry(NoBackoff(), 0), health_check_interval=0)
+
+
+async def verify(client: aioredis.Redis, durability: str) -> None:
+    """Refuse a server that would lose what it acknowledges. Reads INFO; CONFIG only where it is allowed."""
+    info = await client.info()
+    version, policy = str(info.get("redis_version", "0")), info.get("maxmemory_policy", "noeviction")
+    if int(version.split(".")[0]) < 7:
+        raise ConfigError(f"buffer.redis: version {version} is too old; 7.0 or newer is needed")
+    if policy != "noeviction":
+        raise ConfigError(f"buffer.redis: maxmemory-policy = {policy} would drop samples; set it to noeviction")
+    if durability == "memory":
+        return
+    remedy = "enable it (appendonly yes) or set buffer.durability = memory"
+    if not int(info.get("aof_enabled", 0)):
+        raise ConfigError(f"buffer.durability = {durability}, but this Redis writes no append-only file; {remedy}")
+    try:
+        fsync = (await client.config_get("appendfsync")).get("appendfsync", "")
+    except exceptions.ResponseError as error:
+        log.warning("buffer.durability = %s cannot be verified: CONFIG is denied (%s)", durability, error)
+        return
+    if fsync == "no" or (durability == "always" and fsync != "always"):
+        raise ConfigError(
+            f"buffer.durability = {durability}, but Redis has appendfsync = {fsync}: set appendfsync {durability}, "
+            f"or buffer.durability to what it really is")

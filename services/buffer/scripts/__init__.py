@@ -1,0 +1,86 @@
+"""The Lua scripts and how they are run: EVALSHA, EVAL when the server does not know the script, errors by kind.
+
+Every script is `ledger.lua` (shared), `batches.lua` (shared by the trainer's), and its own file; they travel with this
+client, so fronts of different releases can share a server. All keys are passed in KEYS and carry the hash tag of the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import redis.asyncio as aioredis
+from redis import exceptions
+
+from services.buffer import transitions
+from services.buffer.ledger import refuse
+from slipstream.errors import SlipstreamError, Unavailable
+
+NAMES = (
+    "meta", "groups", "open", "leases", "scoring", "bodies", "transcripts", "scores", "partials", "unscored", "ready", "events",
+    "dead", "drops", "batches", "versions", "holds", "unfinished", "cursor")
+_TRANSIENT = (exceptions.ConnectionError, exceptions.TimeoutError, exceptions.BusyLoadingError, OSError)
+log = logging.getLogger("slipstream.buffer")
+
+
+class Scripts:
+    """The scripts of one run on one server. `rules` goes along with each call."""
+
+    def __init__(self, client: aioredis.Redis, run: str, rules: Mapping[str, Any]) -> None:
+        self.client = client
+        self.keys = {name: f"slipstream:{{{run}}}:{name}" for name in NAMES}
+        self.lost_connection = False  # set when a call failed; the owner resets it after its grace
+        self._rules = json.dumps(rules)
+        self._texts: dict[str, tuple[str, str]] = {}
+
+    async def run(self, name: str, request: Any, blob: bytes = b"", now_ms: int = 0) -> tuple[Any, Sequence[str], list[bytes]]:
+        """Result, changed topics and blobs of a script. Raises its refusal, or Unavailable with a retry delay.
+
+        Runs to its end even when the caller is cancelled: a reply left on a connection would be read by the next one.
+        """
+        text, sha = self._text(name)
+        args = (*self.keys.values(), str(now_ms), self._rules, json.dumps(request), blob)
+        reply = await asyncio.shield(asyncio.ensure_future(self._call(text, sha, args)))
+        head = json.loads(reply[0])
+        if "refused" in head:
+            refuse(head["refused"], head["facts"])
+        return head["r"], head["w"] or (), reply[1:]
+
+    async def _call(self, text: str, sha: str, args: Sequence[Any]) -> list[bytes]:
+        try:
+            try:
+                return await self.client.evalsha(sha, len(NAMES), *args)  # pyright: ignore[reportGeneralTypeIssues]
+            except exceptions.NoScriptError:
+                return await self.client.eval(text, len(NAMES), *args)  # pyright: ignore[reportGeneralTypeIssues]
+        except Exception as error:
+            raise await self.failed(error) from error
+
+    async def failed(self, error: Exception) -> SlipstreamError:
+        """A server error by kind. After a transient one, idle connections are closed: they lead to the same end."""
+        if isinstance(error, _TRANSIENT):
+            self.lost_connection = True
+            await self.client.connection_pool.disconnect(inuse_connections=False)
+            return Unavailable(f"the ledger's Redis does not answer: {error}", "REDIS", retry_s=0.5)
+        if isinstance(error, exceptions.OutOfMemoryError):
+            return Unavailable(f"Redis is full: {error}; raise maxmemory above buffer.quota_bytes", "REDIS_FULL", retry_s=5)
+        return SlipstreamError(f"the ledger's Redis refused a script: {error}", "REDIS_SCRIPT")
+
+    def _text(self, name: str) -> tuple[str, str]:
+        if name not in self._texts:
+            folder = Path(__file__).parent
+            parts = [_edges("SAMPLE_EDGES", transitions.SAMPLE_EDGES), _edges("GROUP_EDGES", transitions.GROUP_EDGES)]
+            parts += [(folder / f"{file}.lua").read_text() for file in ("ledger", "batches", name)]
+            text = "\n".join(parts)
+            self._texts[name] = text, hashlib.sha1(text.encode()).hexdigest()
+        return self._texts[name]
+
+
+def _edges(name: str, edges: Mapping[str, frozenset[str]]) -> str:
+    """A transition table as Lua source."""
+    rows = (f"{old} = {{{', '.join(f'{new} = true' for new in sorted(news))}}}" for old, news in edges.items())
+    return f"local {name} = {{{', '.join(rows)}}}"

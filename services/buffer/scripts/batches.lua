@@ -1,0 +1,27 @@
+-- Shared by the scripts that the trainer's calls run.
+local function fence(incarnation)
+  local newest = get('incarnation')
+  if incarnation ~= newest then return refuse('fenced', {given = incarnation, newest = newest}) end
+end
+local function out_of_range(batch)
+  return refuse('range', {batch = batch, committed = get('committed'), numbered = get('numbered')})
+end
+local function commit(through)
+  if through <= get('committed') then return end
+  for batch = get('committed') + 1, through do
+    local chosen = cjson.decode(call('HGET', K.batches, batch)).g
+    local draws = {}
+    for n, c in ipairs(chosen) do draws[n] = c[1] end
+    preload(draws)
+    for _, d in ipairs(draws) do
+      move_group(groups[d], 'committed')
+      free(d)
+    end
+    call('HDEL', K.batches, batch)
+  end
+  set('committed', through)
+  log('events', {event = 'commit', batch = through})
+  wake.samples = true; wake.ready = true
+end
+local function version_row(number, v) return {number, v.step, v.inc, v.key, v.crc} end
+local function save_version(number, v) call('HSET', K.versions, number, cjson.encode(v)) end

@@ -1,0 +1,98 @@
+-- Hop 4. request: incarnation, batch. Result: numbered, finished, why, facts, full. Chosen rows: {draw, lag, mask below}.
+local batch, numbered, committed = request.batch, get('numbered'), get('committed')
+local per_batch, fenced = rules.groups_per_batch, fence(request.incarnation)
+if fenced then return fenced end
+if batch <= committed or batch > numbered + 1 then return out_of_range(batch) end
+if batch > rules.steps then return finish({numbered = false, finished = true}) end
+if batch <= numbered then return finish({numbered = true}) end
+
+local function facts_of(unfinished, missing, count)
+  local facts = {batch = batch, undrawn = missing, of = per_batch, unfinished = count or #unfinished + missing}
+  if unfinished[1] then
+    for i, sample in ipairs(group(unfinished[1]).s) do
+      if not TERMINAL[sample.st] then
+        facts.draw = unfinished[1]; facts.index = i - 1; facts.state = sample.st
+        facts.worker = sample.w or ''; facts.scorer = sample.sw or ''
+        break
+      end
+    end
+  end
+  return facts
+end
+local function unfinished_draws()
+  local draws = {}
+  for n, d in ipairs(call('ZRANGE', K.unfinished, 0, -1)) do draws[n] = tonumber(d) end
+  return draws
+end
+
+local function choose_pinned()
+  local first, unfinished, chosen, draws = (batch - 1) * per_batch, {}, {}, {}
+  local missing = max(0, first + per_batch - max(get('next_draw'), first))
+  for n = 1, per_batch do draws[n] = first + n - 1 end
+  preload(draws)
+  for _, d in ipairs(draws) do
+    local g = groups[d]
+    if g and g.st == 'open' then unfinished[#unfinished + 1] = d end
+  end
+  if missing > 0 or #unfinished > 0 then return nil, 'unfinished', facts_of(unfinished, missing) end
+  for _, d in ipairs(draws) do
+    if groups[d] then chosen[#chosen + 1] = {d, batch - 1 - bounds(groups[d]), 0} end
+  end
+  return chosen
+end
+
+local function choose()
+  local draws, chosen = {}, {}
+  for n, entry in ipairs(call('XRANGE', K.ready, '-', '+')) do draws[n] = tonumber(entry[2][2]) end
+  table.sort(draws)
+  preload(draws)
+  local least = max(0, batch - 1 - rules.max_lag)
+  for _, d in ipairs(draws) do
+    local oldest, newest = bounds(groups[d])
+    local lag = batch - 1 - oldest
+    if lag <= rules.max_lag then
+      chosen[#chosen + 1] = {d, lag, 0}
+    elseif rules.over_lag[groups[d].e] == 'mask' and newest >= least then
+      chosen[#chosen + 1] = {d, lag, least}
+    else
+      drop(d, 'lag')
+    end
+  end
+  if #chosen < per_batch then
+    local unfinished = unfinished_draws()
+    local missing = max(0, per_batch - #chosen - #unfinished)
+    return nil, 'unfinished', facts_of(unfinished, missing, per_batch - #chosen)
+  end
+  local unfinished = unfinished_draws()
+  preload(unfinished)
+  for _, d in ipairs(unfinished) do
+    local oldest = rules.over_lag[groups[d].e] == 'wait' and oldest_granted(groups[d])
+    -- too old from the next batch on, not yet in this one: it must be in this one
+    if oldest and batch - oldest == rules.max_lag + 1 then return nil, 'oldest', facts_of({d}, 0) end
+  end
+  local first = {}
+  for n = 1, per_batch do first[n] = chosen[n] end
+  return first
+end
+
+local chosen, why, facts
+if rules.pinned then chosen, why, facts = choose_pinned() else chosen, why, facts = choose() end
+if not chosen then
+  return finish({numbered = false, why = why, facts = facts, full = draw_refusal() == 'bytes' and numbered > committed})
+end
+for _, c in ipairs(chosen) do
+  local g = groups[c[1]]
+  move_group(g, 'batched')
+  g.k = batch
+  call('XDEL', K.ready, g.rid)
+  g.rid = nil
+  touch(c[1])
+end
+set('numbered', batch)
+local drops = {}
+for n, d in ipairs(call('LRANGE', K.drops, 0, -1)) do drops[n] = cjson.decode(d) end
+call('DEL', K.drops)
+call('HSET', K.batches, batch, cjson.encode({g = chosen, d = drops, q = get('sequence')}))
+log('events', {event = 'batch', batch = batch, groups = #chosen})
+wake.ready = true; wake.samples = true
+return finish({numbered = true})
