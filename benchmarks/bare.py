@@ -3,8 +3,8 @@
     python -m benchmarks.bare RUN.json OUT.json sync --threads 2
     python -m benchmarks.bare RUN.json OUT.json two-processes --lag 1
 
-Same model, warm-up, engine, loss, optimizer and kernels as the services; left out: leases, environments over a seam, scoring as a
-hop, checksums, durability, versions in an object store, restarts. `sync` is one process that generates and trains by turns;
+Same model, warm-up, engine, loss, optimizer and kernels as the services; left out: leases, environments over a seam, scoring as
+a hop, checksums, durability, versions in an object store, restarts. `sync` is one process that generates and trains by turns;
 `two-processes` is a generator and a trainer joined by two pipes, the generator at most `lag` steps behind.
 
 OUT.json gets {"time_unix": [...], "reward_mean": [...]}, one entry a step.
@@ -140,10 +140,8 @@ def main() -> None:
     arguments = parser.parse_args()
     run = config.load(arguments.run_file)
     torch.set_num_threads(1)
-    if arguments.arrangement == "sync":
-        out = synchronous(run, arguments.threads)
-    else:
-        out = two_processes(run, arguments.lag)
+    sync = arguments.arrangement == "sync"
+    out = synchronous(run, arguments.threads) if sync else two_processes(run, arguments.lag)
     arguments.out.write_text(json.dumps(out))
 
 

@@ -8,13 +8,13 @@ Arms, all with the same kernels (deterministic = false), interleaved seed by see
     sync 1, sync 2          one process that generates and trains by turns, with one or two threads (benchmarks/bare.py)
     bare lag 1              generator and trainer as two processes and two pipes, without any service (benchmarks/bare.py)
 
-Time of a step: (time of the last step - time of step `SKIP`) / steps between, from each arm's own step log; imports and warm-up are
-outside. Figures are medians over seeds of ratios within a seed.
+Time of a step: (time of the last step - time of step `SKIP`) / steps between, from each arm's own step log; imports and warm-up
+are outside. Figures are medians over seeds of ratios within a seed.
 
     async_over_lag0         lag 0 / best of lag 1 and lag 2
     async_over_best_sync    best of sync 1 and sync 2 / best of lag 1 and lag 2
-    bound                   (wait + train) / max(wait, train) of lag 0, where `wait` is generation with all service time in it: what
-                            perfect overlap of these two would give
+    bound                   (wait + train) / max(wait, train) of lag 0, where `wait` is generation with all service time in it:
+                            what perfect overlap of these two would give
     service_overhead        lag 1 / bare lag 1 - 1
     final_reward_*          mean reward of the last ten steps
 """
@@ -59,13 +59,35 @@ def service_arm(folder: Path, steps: int, seed: int, lag: int, durability: str) 
 def bare_arm(folder: Path, steps: int, seed: int, *arguments: str) -> list[dict]:
     """The step log of a loop without services."""
     resolved = subprocess.run(
-        [sys.executable, "-m", "slipstream.cli", "run", str(DEMO), "--dry-run", "--set", f"run.steps={steps}", "--set",
-         f"run.seed={seed}", "--set", "schedule.deterministic=false"], cwd=ROOT, check=True, capture_output=True, text=True)
+        [
+            sys.executable,
+            "-m",
+            "slipstream.cli",
+            "run",
+            str(DEMO),
+            "--dry-run",
+            "--set",
+            f"run.steps={steps}",
+            "--set",
+            f"run.seed={seed}",
+            "--set",
+            "schedule.deterministic=false",
+        ],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     (folder / "run.toml").write_text(resolved.stdout)
     out = folder / "out.json"
     subprocess.run(
-        [sys.executable, "-m", "benchmarks.bare", str(folder / "run.toml"), str(out), *arguments], cwd=ROOT, check=True,
-        capture_output=True, timeout=900, env={**os.environ, "OMP_WAIT_POLICY": "ACTIVE"})
+        [sys.executable, "-m", "benchmarks.bare", str(folder / "run.toml"), str(out), *arguments],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        timeout=900,
+        env={**os.environ, "OMP_WAIT_POLICY": "ACTIVE"},
+    )
     data = json.loads(out.read_text())
     return [dict(zip(data, values, strict=True)) for values in zip(*data.values(), strict=True)]
 
@@ -107,7 +129,7 @@ def main() -> None:
     seeds = range(arguments.seeds)
     ms = {key: step_ms(log) for key, log in logs.items()}
     fast = {s: min(ms["lag 1", s], ms["lag 2", s]) for s in seeds}
-    waits = [[line for line in logs["lag 0", s][SKIP:]] for s in seeds]
+    waits = [logs["lag 0", s][SKIP:] for s in seeds]
     parts = [(statistics.fmean(x["wait_s"] for x in w), statistics.fmean(x["step_s"] for x in w)) for w in waits]
     figures = {
         "async_over_lag0": statistics.median(ms["lag 0", s] / fast[s] for s in seeds),

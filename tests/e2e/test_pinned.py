@@ -13,15 +13,20 @@ STEPS, GROUPS, SIZE = 4, 4, 4
 def test_weights_equal_a_plain_loop_bit_for_bit(tmp_path, model_dir, max_lag, workers):
     """Every published version, from the first to the last, equals the weights that one process gets by itself."""
     folder = model_dir()
-    path = runs.write_run_file(tmp_path, folder, {
-        "run": {"steps": STEPS},
-        "schedule": {"mode": "pinned", "max_lag": max_lag, "groups_per_batch": GROUPS, "group_size": SIZE},
-        "rollout": {"workers": workers},
-    })
+    path = runs.write_run_file(
+        tmp_path,
+        folder,
+        {
+            "run": {"steps": STEPS},
+            "schedule": {"mode": "pinned", "max_lag": max_lag, "groups_per_batch": GROUPS, "group_size": SIZE},
+            "rollout": {"workers": workers},
+        },
+    )
     output = runs.run(path)
     assert "lost 0, repeated 0" in output.splitlines()[-1]
     expected = plain_loop(
-        folder, steps=STEPS, max_lag=max_lag, groups=GROUPS, group_size=SIZE, new_tokens=6, lr=1e-3, slots=64, context=32)
+        folder, steps=STEPS, max_lag=max_lag, groups=GROUPS, group_size=SIZE, new_tokens=6, lr=1e-3, slots=64, context=32
+    )
     versions = runs.published(runs.load(path))
     assert sorted(versions) == list(range(STEPS + 1))
     for step, weights in enumerate(expected):
