@@ -15,6 +15,8 @@ import contextlib
 import json
 import os
 import signal
+import socket
+import subprocess
 import sys
 import time
 from collections import deque
@@ -51,26 +53,33 @@ class _Died(Exception):
 
 
 class _Process:
-    """One scorer process, killed with all that it started."""
+    """One scorer process, killed with all that it started.
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
+    subprocess.Popen and a socket pair instead of asyncio's subprocesses: Popen uses vfork, while the fork of uvloop runs the
+    handlers of gRPC, which can hang the child before it becomes a process of its own.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._process, self._reader, self._writer = process, reader, writer
         self.loaded: set[str] = set()
 
     @classmethod
     async def start(cls) -> _Process:
-        return cls(await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "services.reward.sandbox_process", stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE, start_new_session=True, limit=LINE_BYTES))
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(  # noqa: ASYNC220 - milliseconds
+                [sys.executable, "-m", "services.reward.sandbox_process"], stdin=theirs, stdout=theirs, start_new_session=True)
+        return cls(process, *await asyncio.open_connection(sock=ours, limit=LINE_BYTES))
 
     def send(self, line: bytes) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(line)
+        self._writer.write(line)
 
     async def answer(self) -> dict[str, Any]:
         """The next answer. Raises _Died at the end of the stream."""
-        assert self._process.stdout is not None
-        line = await self._process.stdout.readline()
+        try:
+            line = await self._reader.readline()
+        except ConnectionError:
+            line = b""
         if not line.endswith(b"\n"):
             raise _Died("")
         return json.loads(line)
@@ -79,7 +88,8 @@ class _Process:
         """End it and its children; returns the exit status."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        return await self._process.wait()
+        self._writer.close()
+        return await asyncio.to_thread(self._process.wait)
 
 
 class Sandbox:
@@ -99,23 +109,33 @@ class Sandbox:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Kill all processes; what is being scored is cancelled."""
+        while self._queue:
+            self._queue.popleft().answer.cancel()
         for lane in list(self._lanes):
             lane.cancel()
         await asyncio.gather(*self._lanes, return_exceptions=True)
         await asyncio.gather(*(process.kill() for process in self._idle))
 
-    async def score(self, transcript: Transcript) -> Score:
-        """One score; a time-out, an exception, a dead process and a value that is not finite are failures in it."""
+    async def score(self, transcript: Transcript) -> tuple[Score, float]:
+        """One score and the seconds that it took.
+
+        A time-out, an exception, a dead process and a value that is not finite are failures in it.
+        """
         try:
             info = json.loads(transcript.info_json) if transcript.info_json else {}
         except json.JSONDecodeError as error:
-            return Score(failure=f"info_json is not JSON: {error}")
+            return Score(failure=f"info_json is not JSON: {error}"), 0.0
         value = await self._submit(transcript.scorer, {
             "prompt": transcript.prompt, "response": transcript.response, "answer": transcript.answer, "info": info,
             "timeout_s": self.timeout_s})
-        return Score(
+        score = Score(
             scalar=value.get("scalar", 0.0), per_turn=value.get("per_turn", ()), components=value.get("components", {}),
             failure=value.get("failure", ""))
+        return score, value.get("seconds", self.timeout_s)
 
     async def load(self, scorer: str) -> str:
         """Import a scorer; the reason why it cannot be, or nothing."""
@@ -129,9 +149,7 @@ class Sandbox:
     def _open_lanes(self) -> None:
         while (len(self._lanes) - self._slow < self._processes and len(self._lanes) < self._processes * MOST
                and len(self._queue) > len(self._lanes) - self._slow):
-            lane = asyncio.create_task(self._lane(), name="scoring lane")
-            self._lanes.add(lane)
-            lane.add_done_callback(self._lanes.discard)
+            self._lanes.add(asyncio.create_task(self._lane(), name="scoring lane"))
 
     async def _lane(self) -> None:
         """Feed one process until the queue is empty or this lane is one too many."""
@@ -150,10 +168,16 @@ class Sandbox:
                 except (OSError, ValueError) as error:
                     for job in chunk:
                         job.settle({"failure": f"sandbox: {type(error).__name__}: {error}"})
+                except asyncio.CancelledError:
+                    for job in chunk:
+                        job.answer.cancel()
+                    raise
         finally:
+            task = asyncio.current_task()
+            assert task is not None
+            self._lanes.discard(task)  # in the same breath as the look at the queue: a job that comes now opens a new lane
             if process is not None:
-                stopping = (task := asyncio.current_task()) is None or task.cancelling() > 0
-                if stopping or len(self._idle) >= self._processes:
+                if task.cancelling() or len(self._idle) >= self._processes:
                     await process.kill()
                 else:
                     self._idle.append(process)

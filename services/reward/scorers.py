@@ -14,6 +14,7 @@ import asyncio
 import json
 import math
 import re
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
@@ -28,6 +29,9 @@ ABSOLUTE_TOLERANCE = 1e-9
 
 # A sign belongs to the number unless something stands before it: the last number of "5-3" is 3, that of "x = -3" is -3.
 _NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:\d+(?:,\d{3})*(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
+
+
+Done = Callable[[int, Score, float], None]
 
 
 class Scorer(Protocol):
@@ -97,16 +101,21 @@ class Scorers:
         if reason := unknown(scorer):
             raise ConfigError(f"environments.scorer: {reason}")
         if ":" in scorer and (reason := await self.sandbox.load(scorer)):
-            raise ConfigError(f"environments.scorer = {scorer!r}: {reason}")
+            raise ConfigError(
+                f"environments.scorer = {scorer!r}: {reason}; start where the module can be imported, or set PYTHONPATH")
 
-    async def score(self, transcripts: Sequence[Transcript], done: Callable[[int, Score], None]) -> None:
-        """Score all; `done(i, score)` is called for each as soon as it is known, for inline ones before the first await."""
+    async def score(self, transcripts: Sequence[Transcript], done: Done) -> None:
+        """Score all; `done(i, score, seconds)` is called for each as soon as it is known, for inline ones before the first
+        await. `seconds` is the time of the call, 0 when none was made.
+        """
         beside: list[Awaitable[None]] = []
         for i, transcript in enumerate(transcripts):
             if (scorer := INLINE.get(transcript.scorer)) is not None:
-                self._finish(i, _inline(scorer, transcript), done)
+                started = time.perf_counter()
+                score = _inline(scorer, transcript)
+                self._finish(i, score, time.perf_counter() - started, done)
             elif reason := unknown(transcript.scorer):
-                self._finish(i, failed(reason), done)
+                self._finish(i, failed(reason), 0.0, done)
             else:
                 beside.append(self._beside(i, transcript, done))
         if beside:
@@ -114,20 +123,24 @@ class Scorers:
 
     async def score_all(self, transcripts: Sequence[Transcript]) -> list[Score | NotFound]:
         """One result each, in order: a score, or NotFound for an unknown scorer."""
-        results: dict[int, Score] = {}
-        await self.score(transcripts, results.__setitem__)
-        return [
-            NotFound(reason, "SCORER", scorer=t.scorer) if (reason := unknown(t.scorer)) else results[i]
-            for i, t in enumerate(transcripts)]
+        results: list[Score | NotFound] = [NotFound(unknown(t.scorer), "SCORER", scorer=t.scorer) for t in transcripts]
 
-    async def _beside(self, i: int, transcript: Transcript, done: Callable[[int, Score], None]) -> None:
-        self._finish(i, await self.sandbox.score(transcript), done)
+        def done(i: int, score: Score, seconds: float) -> None:
+            if not unknown(transcripts[i].scorer):
+                results[i] = score
 
-    def _finish(self, i: int, score: Score, done: Callable[[int, Score], None]) -> None:
+        await self.score(transcripts, done)
+        return results
+
+    async def _beside(self, i: int, transcript: Transcript, done: Done) -> None:
+        score, seconds = await self.sandbox.score(transcript)
+        self._finish(i, score, seconds, done)
+
+    def _finish(self, i: int, score: Score, seconds: float, done: Done) -> None:
         self.scored += 1
         if score.failure:
             self.failures[kind_of_failure(score.failure)] += 1
-        done(i, score)
+        done(i, score, seconds)
 
 
 def kind_of_failure(reason: str) -> str:

@@ -1,0 +1,154 @@
+"""Hop 3 of the walk: lease unscored samples, score them, submit the scores.
+
+consumes: unscored samples (buffer, LeaseUnscored, a long poll)    produces: scores (buffer, SubmitScores)
+waits for: unscored samples; room when `batch` samples are in hand; the scorers; the buffer when it is away
+unblocked by: a submitted sample or the end of the poll; a finished score; a scorer's time limit; the buffer's return
+
+Three loops share what is in hand. Scores are submitted as they come, all that are there in one call, so one slow sample holds
+back nobody. A failing scorer is a score with a reason. When the process dies its leases lapse, and others score them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+from google.protobuf.message import DecodeError
+
+from services.reward.scorers import Scorers
+from slipstream import logs, rpc
+from slipstream.errors import from_status
+from slipstream.lifecycle import FINISH, STOP_INTAKE
+from slipstream.protos.buffer.v1 import scores_pb2 as pb
+from slipstream.protos.buffer.v1.scores_pb2_grpc import ScoreServiceStub
+from slipstream.protos.types.v1.sample_pb2 import Lease, Score, Transcript
+from slipstream.service import ServiceContext
+from slipstream.telemetry import RewardMetrics
+
+POLL_S = 20.0
+CALL_S = 30.0
+HEARTBEATS_PER_LEASE = 4
+
+log = logs.get("reward")
+Key = tuple[int, int, int, int]  # ledger epoch, draw, sample, attempt
+
+
+class ScoringWorker:
+    """The loops of one reward process."""
+
+    def __init__(self, context: ServiceContext, scorers: Scorers) -> None:
+        self._context, self._scorers = context, scorers
+        self._buffer = ScoreServiceStub(context.channel)
+        self._metrics = RewardMetrics(context.registry)
+        self._batch = context.run.reward.batch
+        self._ttl_s = context.run.reward.lease_s
+        self._in_hand: dict[Key, Lease] = {}
+        self._finished: list[tuple[Key, pb.ScoredSample]] = []
+        self._room, self._news, self._empty = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._note()
+
+    def start(self) -> None:
+        """Spawn the loops, and their end in stages."""
+        lifecycle = self._context.lifecycle
+        leasing = lifecycle.spawn("lease", self._lease())
+        lifecycle.spawn("submit", self._submit())
+        lifecycle.spawn("heartbeat", self._heartbeat())
+
+        async def stop_leasing() -> None:
+            leasing.cancel("stopping")
+
+        lifecycle.on_stop(STOP_INTAKE, stop_leasing, "lease")
+        lifecycle.on_stop(FINISH, self._empty.wait, "samples in hand")
+
+    async def _lease(self) -> None:
+        """Take samples while there is room; score each lot beside the next poll."""
+        context, lots = self._context, 0
+        while True:
+            with context.waits.on(f"scorers: {len(self._in_hand)} samples in hand") if self._full else nullcontext():
+                await self._room.wait()
+            request = pb.LeaseUnscoredRequest(
+                worker=context.arguments.instance, max_samples=self._batch - len(self._in_hand), wait=rpc.duration(POLL_S))
+            response = await rpc.call_until(
+                self._buffer.LeaseUnscored, request, POLL_S + CALL_S, context.waits, "samples to score", context.clock)
+            self._ttl_s = rpc.seconds(response.ttl) or self._ttl_s
+            if response.samples:
+                self._in_hand.update((_key(s.lease), s.lease) for s in response.samples)
+                self._note()
+                context.lifecycle.spawn(f"score lot {(lots := lots + 1)}", self._score(response.samples), endless=False)
+
+    async def _score(self, samples: Sequence[pb.UnscoredSample]) -> None:
+        """Score one lot. Every sample ends in `_finished`, whatever its transcript is."""
+        transcripts = [_transcript(s) for s in samples]
+
+        def done(i: int, score: Score, seconds: float) -> None:
+            lease = samples[i].lease
+            self._metrics.scores.labels("failed" if score.failure else "scored").inc()
+            if seconds:
+                self._metrics.score_seconds.labels(transcripts[i].scorer).observe(seconds)
+            if (key := _key(lease)) in self._in_hand:
+                self._finished.append((key, pb.ScoredSample(lease=lease, score=score)))
+                self._news.set()
+
+        await self._scorers.score(transcripts, done)
+        self._context.details["failures"] = dict(self._scorers.failures)
+        self._context.figures["scorer_processes_killed"] = self._scorers.sandbox.kills
+
+    async def _submit(self) -> None:
+        """Hand in what is finished: one call for all that came during the last."""
+        context = self._context
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            finished, self._finished = self._finished, []
+            if not finished:
+                continue
+            request = pb.SubmitScoresRequest(worker=context.arguments.instance, scores=[score for _, score in finished])
+            response = await rpc.call_until(
+                self._buffer.SubmitScores, request, CALL_S, context.waits, f"buffer: {len(finished)} scores", context.clock)
+            for (key, scored), status in zip(finished, response.statuses, strict=True):
+                self._in_hand.pop(key, None)
+                if error := from_status(status):
+                    log.warning("score refused", reason=error.reason, error=error.message, draw=key[1], sample=key[2])
+                elif scored.score.failure:
+                    log.warning("scorer failed", failure=scored.score.failure, draw=key[1], sample=key[2])
+            self._note()
+
+    async def _heartbeat(self) -> None:
+        """Keep the leases of what is in hand; forget those that others have by now."""
+        context = self._context
+        while True:
+            await context.clock.sleep(self._ttl_s / HEARTBEATS_PER_LEASE)
+            if not self._in_hand:
+                continue
+            keys, leases = list(self._in_hand), list(self._in_hand.values())
+            request = pb.HeartbeatScoringRequest(worker=context.arguments.instance, leases=leases)
+            response = await rpc.call_until(
+                self._buffer.HeartbeatScoring, request, CALL_S, context.waits, "buffer: heartbeat of scoring leases",
+                context.clock)
+            for key, status in zip(keys, response.statuses, strict=True):
+                if from_status(status) and self._in_hand.pop(key, None):
+                    log.info("scoring lease lost", draw=key[1], sample=key[2], attempt=key[3])
+            self._note()
+
+    @property
+    def _full(self) -> bool:
+        return len(self._in_hand) >= self._batch
+
+    def _note(self) -> None:
+        """Set the events that follow from how much is in hand."""
+        for event, state in ((self._room, not self._full), (self._empty, not self._in_hand)):
+            event.set() if state else event.clear()
+
+
+def _transcript(sample: pb.UnscoredSample) -> Transcript:
+    """The transcript; for bytes that are none, one whose scorer is unknown and says so."""
+    try:
+        return Transcript.FromString(sample.transcript)
+    except DecodeError:
+        return Transcript(scorer="(the transcript cannot be decoded)")
+
+
+def _key(lease: Lease) -> Key:
+    draw = lease.sample.draw
+    return draw.ledger_epoch, draw.number, lease.sample.index, lease.attempt
