@@ -8,7 +8,8 @@ and only compared with what the ledger says it drew. A step that is trained agai
 line: the weights went back to the checkpoint before it.
 
 repeated = samples trained in two different batches, or in a batch whose members changed between incarnations
-lost     = draws made that are neither trained, nor dropped by name, nor still open at the end
+lost     = draws made that are neither trained, nor dropped by name, nor still open, nor in a batch that was numbered but not
+           trained yet when the run was stopped
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ Sample = tuple[int, int]  # (draw, index)
 
 @dataclass(frozen=True)
 class Balance:
-    """What the ledger says of its draws: made = trained + dropped + open."""
+    """What the ledger says of its draws. made = dropped + open + numbered_batch * groups_per_batch when nothing is lost."""
 
     made: int
     dropped: int
-    open: int
+    open: int  # not terminal and not in a batch
+    numbered_batch: int
+    groups_per_batch: int
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,10 @@ def audit(trained: Path, balance: Balance | None) -> Audit:
             if seen.setdefault(sample, k) != k:
                 repeated += 1
     draws = len({draw for draw, _ in seen})
-    lost = None if balance is None else abs(balance.made - draws - balance.dropped - balance.open)
+    lost = None
+    if balance is not None:
+        untrained = max(0, balance.numbered_batch - max(batches, default=0)) * balance.groups_per_batch
+        lost = abs(balance.made - draws - balance.dropped - balance.open - untrained)
     return Audit(len(batches), len(seen), draws, repeated, lost)
 
 

@@ -79,6 +79,12 @@ class Metrics:
         return sum(values) / len(values) if values else None
 
     @property
+    def seconds_per_step(self) -> float | None:
+        """Wall time of a step over the newest twenty; None before the second."""
+        times = [float(t) for r in itertools.islice(reversed(self.rows.values()), 20) if (t := r.get("time_unix")) is not None]
+        return (times[0] - times[-1]) / (len(times) - 1) if len(times) > 1 and times[0] > times[-1] else None
+
+    @property
     def first_and_last_reward(self) -> tuple[float, float] | None:
         """Mean reward of the first and of the last ten steps; None before the first step."""
         rewards = self.rewards

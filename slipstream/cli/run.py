@@ -58,7 +58,7 @@ async def _run(run_file: RunFile, folder: RunFolder, lock: run_folder.RunLock, o
     balances: list[Balance] = []
 
     async def inspect() -> None:
-        balances.extend(await ask_balance(folder, resolved.service.buffer_address))
+        balances.extend(await ask_balance(folder, resolved))
 
     supervisor = Supervisor(resolved, folder, lock, environment=environment, prefix=options.prefix, limits=options.limits,
                             inspect=inspect)
@@ -82,15 +82,17 @@ def _on_signals(supervisor: Supervisor) -> None:
         loop.add_signal_handler(number, supervisor.request_stop)
 
 
-async def ask_balance(folder: RunFolder, buffer_address: str) -> list[Balance]:
+async def ask_balance(folder: RunFolder, run_file: RunFile) -> list[Balance]:
     """What the ledger says of its draws; empty when the buffer does not answer."""
     async with Survey(folder) as survey:
         try:
-            figures = (await survey.ask(buffer_address)).figures
+            figures = (await survey.ask(run_file.service.buffer_address)).figures
         except SlipstreamError:
             return []
     try:
-        return [Balance(int(figures["draws_made"]), int(figures["draws_dropped"]), int(figures["draws_open"]))]
+        return [Balance(
+            made=int(figures["draws_made"]), dropped=int(figures["draws_dropped"]), open=int(figures["draws_open"]),
+            numbered_batch=int(figures["buffer_numbered_batch"]), groups_per_batch=run_file.schedule.groups_per_batch)]
     except KeyError:
         return []
 

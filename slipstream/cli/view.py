@@ -1,7 +1,6 @@
 """The live view: one screen of rich, drawn from a Snapshot, and its one-line form for pipes and logs.
 
-Drawing knows nothing of processes or files, so `run`, `watch` and tests use the same code. `Snapshot.gather` in `watch.py`
-fills it.
+Drawing knows nothing of processes or files, so `run`, `watch` and tests use the same code. `watch.py` fills it.
 """
 
 from __future__ import annotations
@@ -37,13 +36,10 @@ class Snapshot:
     services: Sequence[ServiceStatus] = ()
     events: Sequence[tuple[float, str]] = field(default_factory=tuple)
 
-    def figure(self, service: str, *names: str) -> float | None:
-        """First of the named figures that a process of this service tells; summed over its processes."""
-        for name in names:
-            values = [s.figures[name] for s in self.services if s.service == service and name in s.figures]
-            if values:
-                return sum(values)
-        return None
+    def figure(self, service: str, name: str) -> float | None:
+        """A figure that the processes of this service tell, summed over them; None when none does."""
+        values = [s.figures[name] for s in self.services if s.service == service and name in s.figures]
+        return sum(values) if values else None
 
 
 def draw(snapshot: Snapshot, width: int) -> RenderableType:
@@ -73,8 +69,8 @@ def _title(snapshot: Snapshot) -> Text:
 
 def _progress(snapshot: Snapshot, width: int) -> Table:
     step = snapshot.metrics.step
-    per_step_s = snapshot.metrics.mean("step_s", 20)
-    rest = f"{duration((snapshot.steps - step) * per_step_s)} left at {1 / per_step_s:.1f} steps/s" if per_step_s else ""
+    per_step_s = snapshot.metrics.seconds_per_step
+    rest = f"{duration((snapshot.steps - step) * per_step_s)} left at {1 / per_step_s:.2f} steps/s" if per_step_s else ""
     grid = Table.grid(padding=(0, 1))
     grid.add_row(f"step {step}/{snapshot.steps}", ProgressBar(snapshot.steps, step, width=max(20, min(60, width - 50))),
                  Text(rest, "dim"))
@@ -94,12 +90,14 @@ def _figures(snapshot: Snapshot, width: int) -> Table:
         reward.append(f"  {min(rewards):.2f} to {max(rewards):.2f}", "dim")
     grid.add_row("reward", reward)
     last = m.last
-    waits = share(m.mean("wait_s"), m.mean("step_s"))
+    works_s, waits_s = m.mean("step_s"), m.mean("wait_s")
+    waits = percent(waits_s / (works_s + waits_s) if works_s and waits_s is not None else None)
     grid.add_row("speed", f"{count(m.mean('tokens_per_s'))} tokens/s, the trainer waits {waits} of the time")
     grid.add_row("lag", f"{number(last.get('lag_mean'), 2)} mean, {number(last.get('lag_max'), 0)} most, "
                  f"bound {snapshot.max_lag} steps")
-    grid.add_row("gap", f"{number(last.get('gap_mean'), 1, 'e')} mean, {number(last.get('gap_max'), 1, 'e')} most: "
-                 "|log-probability of sampler - of trainer|")
+    fresh = last.get("gap_fresh_max")
+    grid.add_row("gap", f"{number(last.get('gap_mean'), 1, 'e')} mean, {number(last.get('gap_max'), 1, 'e')} most, of "
+                 "|log-probability by sampler - by trainer|" + (f", {fresh:.1e} at equal weights" if fresh is not None else ""))
     grid.add_row("loss", f"{number(last.get('loss'), 4)}, gradient {number(last.get('grad_norm'), 3)}, "
                  f"entropy {number(last.get('entropy'), 3)}, clipped {percent(last.get('clip_share'))}")
     grid.add_row("buffer", _buffer(snapshot))
@@ -107,11 +105,10 @@ def _figures(snapshot: Snapshot, width: int) -> Table:
 
 
 def _buffer(snapshot: Snapshot) -> str:
-    open_draws = snapshot.figure("buffer", "open_draws", "draws_open")
-    outstanding = snapshot.figure("buffer", "outstanding_draws", "outstanding")
-    size = snapshot.figure("buffer", "stored_bytes", "bytes", "body_bytes")
-    return (f"{count(open_draws)} draws open, {count(outstanding)} outstanding, "
-            f"{'-' if size is None else f'{size / 1e6:.1f} MB'} of bodies")
+    size, quota = snapshot.figure("buffer", "buffer_bytes"), snapshot.figure("buffer", "buffer_quota_bytes")
+    full = "-" if size is None else f"{size / 1e6:.1f} MB" + (f" of {quota / 1e6:.0f}" if quota else "")
+    return (f"{count(snapshot.figure('buffer', 'buffer_open_draws'))} draws open, "
+            f"{count(snapshot.figure('buffer', 'buffer_outstanding_groups'))} outstanding, bodies {full}")
 
 
 def services_table(snapshot: Snapshot) -> Table:
@@ -165,7 +162,3 @@ def count(value: float | None) -> str:
 def percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
 
-
-def share(part: float | None, whole: float | None) -> str:
-    """part / whole in percent."""
-    return percent(part / whole) if part is not None and whole else "-"

@@ -1,0 +1,303 @@
+"""The parts of the command line by themselves: audit, metrics, view, lock, restart policy, TOML, Redis settings."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from slipstream import config
+from slipstream.cli import embedded_redis, run_folder, toml_text
+from slipstream.cli.audit import Audit, Balance, audit
+from slipstream.cli.metrics import Metrics, sparkline
+from slipstream.cli.processes import Command, Death, Limits, Process, last_words
+from slipstream.cli.run import report
+from slipstream.cli.run_folder import RunFolder, RunLock
+from slipstream.cli.supervisor import Ending
+from slipstream.cli.survey import ServiceStatus
+from slipstream.cli.view import Snapshot, draw, duration, line
+from slipstream.errors import ConfigError
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def a_run(folder: Path, **settings: Any) -> config.RunFile:
+    return config.parse({"run": {"name": "parts", "folder": str(folder), **settings}, "model": {"build": {"model_type": "x"}},
+                         "environments": [{"name": "e", "entry": "slipstream.environments.sort_digits:SortDigits"}]})
+
+
+# -- audit --------------------------------------------------------------------------------------------------------------
+
+
+def batch(k: int, draws: list[int], incarnation: int = 1, crc: int = 7) -> dict[str, Any]:
+    """An audit line: two samples a draw."""
+    return {"batch": k, "incarnation": incarnation, "samples": [[d, i, crc + d * 10 + i, 1] for d in draws for i in (0, 1)]}
+
+
+def test_audit_of_an_undisturbed_run(tmp_path: Path) -> None:
+    """5 draws: 4 trained in 2 batches, 1 dropped by name."""
+    trained = write_lines(tmp_path / "t.jsonl", [batch(1, [0, 1]), batch(2, [2, 4])])
+    found = audit(trained, Balance(made=5, dropped=1, open=0, numbered_batch=2, groups_per_batch=2))
+    assert found == Audit(steps=2, samples=8, draws=4, repeated=0, lost=0) and found.clean
+    assert found.sentence == "lost 0, repeated 0"
+
+
+def test_a_step_trained_again_after_a_restart_is_no_repeat(tmp_path: Path) -> None:
+    """The weights went back to the checkpoint: batch 2 with the same members counts once. A torn line is no line."""
+    trained = write_lines(tmp_path / "t.jsonl", [batch(1, [0, 1]), batch(2, [2, 3])])
+    with trained.open("a") as file:
+        file.write('{"batch": 3, "incarnation": 1, "sam' + json.dumps(batch(2, [2, 3], incarnation=2)) + "\n")
+    assert audit(trained, Balance(4, 0, 0, 2, 2)) == Audit(2, 8, 4, 0, 0)
+
+
+def test_audit_finds_repeats(tmp_path: Path) -> None:
+    """A draw in two batches, and a batch whose members changed between incarnations."""
+    twice = write_lines(tmp_path / "t.jsonl", [batch(1, [0, 1]), batch(2, [1, 2])])
+    assert audit(twice, None).repeated == 2
+    changed = write_lines(tmp_path / "c.jsonl", [batch(1, [0]), batch(1, [0], incarnation=2, crc=8)])
+    assert audit(changed, None).repeated > 0
+
+
+def test_audit_finds_losses(tmp_path: Path) -> None:
+    """Draws that nobody accounts for; those open or in a numbered batch at the end are accounted for."""
+    trained = write_lines(tmp_path / "t.jsonl", [batch(1, [0, 1])])
+    assert audit(trained, Balance(made=8, dropped=1, open=3, numbered_batch=2, groups_per_batch=2)).lost == 0
+    assert audit(trained, Balance(made=9, dropped=1, open=3, numbered_batch=2, groups_per_batch=2)).lost == 1
+    assert audit(trained, None).sentence == "lost unknown, repeated 0"
+    assert not audit(trained, None).clean
+
+
+# -- metrics and view ---------------------------------------------------------------------------------------------------
+
+
+def test_metrics_follow_the_file(tmp_path: Path) -> None:
+    """Lines are read as they come, half lines later, and a file that a restarted trainer has cut is read anew."""
+    path = write_lines(tmp_path / "m.jsonl", [{"step": 1, "reward_mean": 0.2}, {"step": 2, "reward_mean": 0.4}])
+    metrics = Metrics(path)
+    assert metrics.poll() == [1, 2] and metrics.poll() == []
+    with path.open("a") as file:
+        file.write('{"step": 3, "rew')
+        file.flush()
+        assert metrics.poll() == []
+        file.write('ard_mean": 0.6}\n')
+    assert metrics.poll() == [3] and metrics.rewards == [0.2, 0.4, 0.6] and metrics.step == 3
+    assert metrics.first_and_last_reward == pytest.approx((0.4, 0.4))
+    cut = write_lines(tmp_path / "cut", [{"step": 1, "reward_mean": 0.2}])
+    cut.replace(path)
+    assert metrics.poll() == [1] and metrics.step == 1
+
+
+def test_rows_of_a_new_incarnation_replace_later_steps(tmp_path: Path) -> None:
+    """A trainer that went back to step 2 voids the rows after it."""
+    path = write_lines(tmp_path / "m.jsonl", [{"step": s, "reward_mean": s / 10, "incarnation": 1} for s in (1, 2, 3, 4)])
+    metrics = Metrics(path)
+    metrics.poll()
+    with path.open("a") as file:
+        file.write(json.dumps({"step": 3, "reward_mean": 0.9, "incarnation": 2}) + "\n")
+    metrics.poll()
+    assert metrics.rewards == [0.1, 0.2, 0.9]
+
+
+def test_sparkline() -> None:
+    """One block per bucket, from lowest to highest."""
+    assert sparkline([0, 1, 2, 3], 4) == "▁▃▆█"
+    assert sparkline([1, 1, 5, 5], 2) == "▁█"
+    assert sparkline([0.5], 9) == "▁" and sparkline([], 9) == ""
+
+
+def a_snapshot(tmp_path: Path) -> Snapshot:
+    rows = [{"step": s, "reward_mean": 0.3 + s / 200, "tokens_per_s": 45678, "lag_mean": 0.9, "lag_max": 1, "gap_mean": 2e-3,
+             "gap_max": 3e-2, "loss": 0.01, "grad_norm": 1.5, "entropy": 0.4, "clip_share": 0.02, "step_s": 0.1, "wait_s": 0.1,
+             "time_unix": 1000 + s / 4} for s in range(1, 41)]
+    metrics = Metrics(write_lines(tmp_path / "metrics.jsonl", rows))
+    metrics.poll()
+    return Snapshot(
+        "demo", 250, metrics, "running", 83, 2, 0.8,
+        services=[
+            ServiceStatus("buffer", "buffer", "serving", figures={
+                "buffer_open_draws": 12, "buffer_outstanding_groups": 130, "buffer_bytes": 3.2e6, "buffer_quota_bytes": 1e9}),
+            ServiceStatus("rollout-0", "rollout", "serving", version=41, version_step=39, restarts=1),
+            ServiceStatus("trainer-0", "trainer", "serving", waiting_for="batch 41: 3 groups unfinished", waited_s=4)],
+        events=[(1000.0, "rollout-0 was killed by SIGKILL; starting it again in 0.2 s (restart 1)")])
+
+
+def test_the_view_shows_everything(tmp_path: Path) -> None:
+    """Step, reward and curve, speed, lag, gap, buffer, versions, waits, restarts: all on one screen of 100 columns."""
+    out = io.StringIO()
+    Console(file=out, width=100, force_terminal=False).print(draw(a_snapshot(tmp_path), 100))
+    text = out.getvalue()
+    for expected in (
+        "demo", "step 40/250", "52 s left at 4.00 steps/s", "0.477 of 0.8", "▁", "█", "45.7k tokens/s", "waits 50.0%",
+        "0.90 mean", "2.0e-03 mean", "12 draws open, 130 outstanding", "3.2 MB of 1000", "41 (step 39)",
+        "batch 41: 3 groups unfinished", "4 s", "rollout-0 was killed",
+    ):
+        assert expected in text, f"{expected!r} is not in\n{text}"
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_the_view_before_the_first_step(tmp_path: Path) -> None:
+    """Nothing known yet is a dash, not an error."""
+    out = io.StringIO()
+    Console(file=out, width=80).print(draw(Snapshot("demo", 10, Metrics(tmp_path / "none")), 80))
+    assert "step 0/10" in out.getvalue()
+
+
+def test_plain_line(tmp_path: Path) -> None:
+    """One line with the same figures."""
+    assert line(a_snapshot(tmp_path)).split(" ", 1)[1] == (
+        "step 40/250  reward 0.48  tokens/s 45.7k  lag 0.9  gap 2.00e-03  versions 41  restarts 1")
+    assert [duration(s) for s in (5, 184, 7384)] == ["5 s", "3:04", "2:03:04"]
+
+
+# -- the end of a run ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("target", "found", "expected"), [
+    (0.8, Audit(20, 40, 20, 0, 0), 0), (0.9, Audit(20, 40, 20, 0, 0), 1), (None, Audit(20, 40, 20, 1, 0), 1),
+    (None, Audit(20, 40, 20, 0, None), 1),
+])
+def test_last_line_and_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], target: float | None, found: Audit, expected: int,
+) -> None:
+    """The last line is the result; missing the target or a dirty audit is a failure, said above it."""
+    write_lines(tmp_path / "metrics.jsonl", [{"step": s, "reward_mean": 0.27 if s <= 10 else 0.84} for s in range(1, 21)])
+    code = report(a_run(tmp_path, target_reward=target), RunFolder(tmp_path), Ending("finished"), found, started=0.0)
+    out, err = capsys.readouterr()
+    assert code == expected
+    last = out.strip().splitlines()[-1]
+    assert last.startswith("reward 0.27 -> 0.84 in 20 steps, ") and last.endswith(f"s, {found.sentence}")
+    assert bool(err) == bool(expected)
+
+
+# -- the run folder -----------------------------------------------------------------------------------------------------
+
+
+def test_leftovers_of_a_dead_run_hold_the_lock(tmp_path: Path) -> None:
+    """The lock outlives its supervisor in the processes it started; a new run names them instead of joining them."""
+    folder = RunFolder(tmp_path)
+    lock = RunLock.take(folder)
+    left = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE, pass_fds=[lock.fd])
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    os.pwrite(lock.fd, f"{dead.pid}\n".ljust(20).encode(), 0)
+    lock.release()
+    run_folder.write_json(folder.state, {"processes": {"rollout-0": {"pid": left.pid}}})
+    assert run_folder.held(folder)
+    with pytest.raises(ConfigError, match=f"kill {left.pid}"):
+        RunLock.take(folder, leftover_wait_s=0.05)
+    left.communicate()
+    RunLock.take(folder).release()
+    assert not run_folder.held(folder)
+
+
+def test_fresh_empties_and_keeps_out_of_foreign_places(tmp_path: Path) -> None:
+    """--fresh deletes what the run wrote into its folder; objects elsewhere it refuses to touch."""
+    run = a_run(tmp_path / "run")
+    folder, lock = run_folder.lock(run)
+    run_folder.lay_out(folder, run, fresh=False)
+    run_folder.write_run_file(folder, run, "127.0.0.1:1")
+    (folder.path / "metrics.jsonl").touch()
+    assert folder.secret.stat().st_mode & 0o777 == 0o600
+    run_folder.lay_out(folder, run, fresh=True)
+    assert sorted(p.name for p in folder.path.iterdir()) == ["audit", "lock", "logs", "redis", "secret", "services"]
+    elsewhere = run.model_copy(update={"objects": config.Objects(url="s3://bucket/prefix")})
+    with pytest.raises(ConfigError, match="objects.url"):
+        run_folder.lay_out(folder, elsewhere, fresh=True)
+    lock.release()
+
+
+def test_resolved_run_file_is_the_same_run(tmp_path: Path) -> None:
+    """What processes read has the buffer's address and the hash of what the user wrote; another hash is refused."""
+    run = a_run(tmp_path / "run")
+    folder, lock = run_folder.lock(run)
+    run_folder.lay_out(folder, run, fresh=False)
+    resolved = run_folder.write_run_file(folder, run, "127.0.0.1:5")
+    assert config.load(folder.run_file) == resolved and resolved.hash == run.hash
+    assert resolved.service.buffer_address == "127.0.0.1:5"
+    run_folder.lay_out(folder, run, fresh=False)
+    with pytest.raises(ConfigError, match=r"run.seed was 0 and is 3.*--fresh"):
+        run_folder.lay_out(folder, a_run(tmp_path / "run", seed=3), fresh=False)
+    lock.release()
+
+
+# -- processes ----------------------------------------------------------------------------------------------------------
+
+
+def test_restart_policy(tmp_path: Path) -> None:
+    """Delays double up to the most; a healthy life or a kill from outside forgives; too many quick deaths are a loop."""
+    process = Process(Command("x-0", "x", [], tmp_path / "x.log"), Limits(crash_loop=8), {})
+    quick, healthy = Death(1, 2.0, True, ""), Death(1, 61.0, True, "")
+    assert [process.judge(quick) for _ in range(7)] == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0]
+    assert process.judge(healthy) == 0.2
+    assert [process.judge(Death(-signal.SIGKILL, 2.0, True, "")) for _ in range(20)] == [0.2] * 20
+    assert [process.judge(quick) for _ in range(6)][-1] == 10.0
+    assert process.judge(quick) is None
+
+
+def test_last_words(tmp_path: Path) -> None:
+    """The last error of a JSON log; the last line of a traceback; only of this life."""
+    log = tmp_path / "x.log"
+    log.write_text('{"level": "error", "message": "old"}\n')
+    start = log.stat().st_size
+    with log.open("a") as file:
+        file.write('{"level": "error", "message": "disk is full"}\n{"level": "info", "message": "stopped"}\n')
+    assert last_words(log, start) == "disk is full"
+    start = log.stat().st_size
+    with log.open("a") as file:
+        file.write('Traceback (most recent call last):\n  File "x.py", line 1\nValueError: bad\n')
+    assert last_words(log, start) == "ValueError: bad"
+    assert last_words(log, log.stat().st_size) == "" and last_words(tmp_path / "none") == ""
+
+
+# -- TOML and Redis -----------------------------------------------------------------------------------------------------
+
+
+def test_toml_round_trip() -> None:
+    """What is written is read back: tables in tables, lists of tables, quotes, floats, no null."""
+    data = {"run": {"name": 'a "b" \\ ü\n', "x": 1e-06, "on": True, "none": None, "odd key": [1, 2.5]},
+            "model": {"build": {"config": {"rope": {"theta": 1.0}}, "chars": "0=\x7f"}},
+            "environments": [{"name": "a", "args": {"n": 1}}, {"name": "b", "args": {}}], "empty": {}}
+    expected = {**data, "run": {k: v for k, v in data["run"].items() if v is not None}}
+    assert tomllib.loads(toml_text.dumps(data)) == expected
+
+
+def test_redis_socket_paths_are_short(tmp_path: Path) -> None:
+    """A unix socket's path holds about a hundred bytes: deep run folders get one elsewhere."""
+    assert embedded_redis.socket_path(Path("/tmp/r")) == Path("/tmp/r/redis.sock")
+    elsewhere = embedded_redis.socket_path(Path("/tmp") / ("d" * 120))
+    assert len(str(elsewhere)) < 100 and elsewhere.parent.is_dir()
+    elsewhere.parent.rmdir()
+
+
+@pytest.mark.parametrize(("durability", "appendonly", "fsync"), [
+    ("always", "yes", "always"), ("everysec", "yes", "everysec"), ("memory", "no", "everysec")])
+async def test_redis_settings(tmp_path: Path, durability: str, appendonly: str, fsync: str) -> None:
+    """The embedded server runs with the durability of the run file and never evicts."""
+    from redis.asyncio import Redis
+
+    socket = embedded_redis.socket_path(tmp_path)
+    argv = embedded_redis.command(embedded_redis.binary(), socket, tmp_path, durability)
+    process = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.DEVNULL)
+    try:
+        await embedded_redis.wait_ready(socket, 10)
+        async with Redis.from_url(f"unix://{socket}", decode_responses=True) as client:
+            found = await client.config_get("*")
+    finally:
+        process.terminate()
+        await process.wait()
+    assert (found["appendonly"], found["appendfsync"]) == (appendonly, fsync)
+    assert found["maxmemory-policy"] == "noeviction" and found["save"] == "" and found["port"] == "0"
