@@ -68,7 +68,8 @@ class _Process:
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(  # noqa: ASYNC220 - milliseconds
-                [sys.executable, "-m", "services.reward.sandbox_process"], stdin=theirs, stdout=theirs, start_new_session=True)
+                [sys.executable, "-m", "services.reward.sandbox_process"], stdin=theirs.fileno(),
+                stdout=theirs.fileno(), start_new_session=True)
         return cls(process, *await asyncio.open_connection(sock=ours, limit=LINE_BYTES))
 
     def send(self, line: bytes) -> None:

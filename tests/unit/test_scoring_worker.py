@@ -116,8 +116,8 @@ async def test_a_hanging_scorer_is_heartbeated_then_named_and_holds_back_nobody(
     async with reward_process(tmp_path, buffer.address, timeout_s=2.5, lease_s=1):
         await buffer.until(lambda: len(buffer.scores) == 19)
         await buffer.until(lambda: [3] in buffer.beats)
-        await buffer.put("exact", ["x"], answer="x")
-        await buffer.until(lambda: len(buffer.scores) == 20)
+        await buffer.put("exact", ["x"], answer="x", first=20)
+        await buffer.until(lambda: len(buffer.scores) == 21)
     scores = buffer.scores
     assert scores.pop(3) == (0.0, "timeout after 2.5 s") and set(scores.values()) == {(1.0, "")}
 
@@ -154,12 +154,11 @@ async def test_a_scorer_that_cannot_be_imported_is_one_line_and_exit_code_2(buff
 
 async def test_scoring_as_a_plain_call(buffer, tmp_path):
     """RewardService: results in order; a failure is a score, an unknown scorer a status."""
-    async with reward_process(tmp_path, buffer.address):
-        file = tmp_path / "run" / "services" / "reward-0.json"
+    async with reward_process(tmp_path, buffer.address) as process:
         async with asyncio.timeout(20):
-            while not file.exists():
-                await asyncio.sleep(0.02)
-        async with rpc.channel(json.loads(file.read_text())["address"]) as channel:
+            while b'"serving"' not in (line := await process.stderr.readline()):
+                assert line, "the process ended"
+        async with rpc.channel(json.loads(line)["address"]) as channel:
             stub = reward_pb2_grpc.RewardServiceStub(channel)
             response = await rpc.call(stub.ScoreTranscripts, reward_pb2.ScoreTranscriptsRequest(transcripts=[
                 sample_pb2.Transcript(scorer="numeric", response="it is 4", answer="4"),
