@@ -25,7 +25,14 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+)
 from transformers.initialization import no_init_weights
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -127,7 +134,7 @@ def skeleton(sent: Mapping[str, bytes], dtype: str = "float32", experts: str = "
             shape = AutoConfig.from_pretrained(folder)
             tokenizer = AutoTokenizer.from_pretrained(folder)
             with no_init_weights():
-                model = AutoModelForCausalLM.from_config(shape, dtype=getattr(torch, dtype), experts_implementation=experts)
+                model = AutoModelForCausalLM.from_config(shape, dtype=getattr(torch, dtype), **_kernel(shape, experts))
             if "generation_config.json" in sent:
                 model.generation_config = GenerationConfig.from_pretrained(folder)
         except (OSError, ValueError, KeyError) as error:
@@ -219,14 +226,12 @@ def _load(model: config.Model, dtype: torch.dtype, experts: str) -> tuple[Any, A
     extra = {"gguf_file": model.gguf_file} if model.gguf_file else {}
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, **extra)
-        loaded = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, **extra, **({} if model.gguf_file else {"experts_implementation": experts})
-        )
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **extra)
     except ImportError as error:
         raise ConfigError(f"model.path = {model.path!r} cannot be loaded: {_one_line(error)}") from error
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ConfigError(f"model.path = {model.path!r} cannot be loaded: {_one_line(error)}; check the directory") from error
-    if model.gguf_file:
+    if loaded._can_set_experts_implementation():
         loaded.set_experts_implementation(experts)
     return loaded, tokenizer
 
@@ -251,10 +256,16 @@ def _fresh(build: config.Build, dtype: torch.dtype, experts: str, seed: int) -> 
         torch.manual_seed(stream(seed, "model"))
         try:
             shape = CONFIG_MAPPING[build.model_type](**settings)
-            model = AutoModelForCausalLM.from_config(shape, dtype=dtype, experts_implementation=experts)
+            model = AutoModelForCausalLM.from_config(shape, dtype=dtype, **_kernel(shape, experts))
         except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, ArithmeticError) as error:
             raise ConfigError(f"model.build.config does not make a {build.model_type} model: {_one_line(error)}") from error
     return model, tokenizer
+
+
+def _kernel(shape: Any, experts: str) -> dict[str, str]:
+    """The argument that sets the expert kernel, for models that have one: a dense model refuses it."""
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(shape), None)
+    return {"experts_implementation": experts} if kind is not None and kind._can_set_experts_implementation() else {}
 
 
 def _one_line(error: BaseException) -> str:
