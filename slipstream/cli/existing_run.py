@@ -20,7 +20,7 @@ from slipstream.service import launch_environment
 
 
 def status(run: str, as_json: bool) -> int:
-    """Print a table, or JSON, of every process; 0 when the run is alive, 1 when it is not."""
+    """Print a table, or JSON, of every process."""
     folder, settings = run_folder.find(run)
     console = Console()
     alive = run_folder.held(folder)
@@ -36,7 +36,7 @@ def status(run: str, as_json: bool) -> int:
             console.print(services_table(snapshot))
         else:
             print(f"{snapshot.run} is not running; its folder is {folder.path}")
-    return 0 if alive else 1
+    return 0
 
 
 async def _look(watcher: Watcher) -> Snapshot:

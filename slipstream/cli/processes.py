@@ -18,7 +18,7 @@ from pathlib import Path
 
 from slipstream.cli.run_folder import read_json
 
-CONFIGURATION_ERROR = 2  # exit code with which a service says that restarting it is useless
+CONFIGURATION_ERROR, FENCED = 2, 3  # exit codes with which a service says that starting it again is useless
 
 
 @dataclass(frozen=True)

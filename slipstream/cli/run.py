@@ -65,14 +65,23 @@ async def _run(run_file: RunFile, folder: RunFolder, lock: run_folder.RunLock, o
     console = Console()
     watcher = Watcher(folder, resolved, console)
     _on_signals(supervisor)
-    showing = asyncio.create_task(watcher.follow(options.plain or not console.is_terminal), name="view")
+    showing = asyncio.create_task(_show(watcher, options.plain or not console.is_terminal), name="view")
     try:
         ending = await supervisor.run()
     finally:
         watcher.done.set()
-        with contextlib.suppress(SlipstreamError):
-            await asyncio.wait_for(showing, 10.0)
+        await asyncio.wait({showing}, timeout=10.0)
     return report(resolved, folder, ending, audit(folder.trained, balances[-1] if balances else None), options.started)
+
+
+async def _show(watcher: Watcher, plain: bool) -> None:
+    """The view. A run outlives its view: a closed terminal or an error in drawing is said and nothing else."""
+    try:
+        await watcher.follow(plain)
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            print(f"slipstream: the view failed ({type(error).__name__}: {error}), the run goes on; `slipstream watch` opens "
+                  "another", file=sys.stderr, flush=True)
 
 
 def _on_signals(supervisor: Supervisor) -> None:

@@ -20,6 +20,7 @@ import fcntl
 import json
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -89,10 +90,10 @@ class RunLock:
         self.fd = fd
 
     @classmethod
-    def take(cls, folder: RunFolder, leftover_wait_s: float = 20.0) -> RunLock:
+    def take(cls, folder: RunFolder, leftover_wait_s: float = 30.0) -> RunLock:
         """Raises ConfigError when a live run holds it, or when leftovers of a dead one stay longer than the wait."""
         fd = os.open(folder.lock, os.O_RDWR | os.O_CREAT, 0o600)
-        deadline = time.monotonic() + leftover_wait_s
+        deadline, told = time.monotonic() + leftover_wait_s, False
         while True:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -109,6 +110,9 @@ class RunLock:
                     raise ConfigError(
                         f"{folder.path} is locked by processes of a run whose supervisor (pid {pid}) is gone: stop them with "
                         f"`kill {' '.join(map(str, leftovers(folder)))}`, then start again") from None
+                if not told:
+                    told = True
+                    print(f"waiting for processes of a run whose supervisor (pid {pid}) is gone", file=sys.stderr, flush=True)
                 time.sleep(0.1)
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)

@@ -8,7 +8,8 @@ unblocked by  any of the three; every stage of the stop has a time limit, a seco
 It owns no state of the run: everything durable is in Redis and the object store, and services find each other through the
 buffer, so it may be killed and started again at any time. `guard.py` ends the processes of a killed supervisor.
 
-Exit codes of services: 0 = done, 2 = configuration error (stop the run, say the line), anything else = start it again.
+Exit codes of services: 0 = done, 2 = configuration error and 3 = fenced by a newer process (stop the run and say the service's
+last words), anything else = start it again.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.cli import embedded_redis, guard
-from slipstream.cli.processes import CONFIGURATION_ERROR, Command, Death, Limits, Process
+from slipstream.cli.processes import CONFIGURATION_ERROR, FENCED, Command, Death, Limits, Process
 from slipstream.cli.run_folder import RunFolder, RunLock, write_json
 from slipstream.config import RunFile
 from slipstream.errors import SlipstreamError
@@ -184,9 +185,9 @@ class Supervisor:
             await self._unless_stopping(process.wanted.wait())
             process.wanted.clear()
             return
-        if death.code == CONFIGURATION_ERROR:
-            self._end(Ending("failed", death.last_words or f"{process.instance} refused its configuration; its log is "
-                             f"{process.command.log}", CONFIGURATION_ERROR))
+        if death.code in (CONFIGURATION_ERROR, FENCED):
+            words = death.last_words or f"{process.instance} exited with {death.code}; its log is {process.command.log}"
+            self._end(Ending("failed", words, CONFIGURATION_ERROR if death.code == CONFIGURATION_ERROR else 1))
             return
         delay_s = process.judge(death)
         if delay_s is None:

@@ -150,12 +150,13 @@ def test_killed_processes_come_back_redis_and_buffer_too(driven: Driven) -> None
     assert "buffer was killed by SIGKILL" in output
 
 
-def test_configuration_error_stops_the_run(driven: Driven) -> None:
-    """Exit 2 means that starting again is useless: the run stops and its last words are the one line that the user sees."""
-    driven.write({"buffer": [{"exit": 2, "after_s": 0, "say": "environments.sort: no such data; set args.path"}]})
+@pytest.mark.parametrize(("said_by_service", "expected"), [(2, 2), (3, 1)])
+def test_what_restarting_cannot_mend_stops_the_run(driven: Driven, said_by_service: int, expected: int) -> None:
+    """A configuration error (2) or a fence (3): the run stops, the service's last words are the line that the user sees."""
+    driven.write({"buffer": [{"exit": said_by_service, "after_s": 0, "say": "environments.sort: no such data; set args.path"}]})
     driven.start()
     code, output = driven.end()
-    assert code == 2
+    assert code == expected
     assert output.strip().splitlines()[-1] == "slipstream: environments.sort: no such data; set args.path"
     assert len(driven.happened("start", "buffer")) == 1
     assert not [pid for pid in driven.pids() if alive(pid)]
