@@ -83,7 +83,11 @@ class Waits:
 
     @contextlib.contextmanager
     def on(self, sentence: str) -> Iterator[Wait]:
-        """Name what the block waits for."""
+        """Name what the block waits for.
+
+        A loop of long polls wraps itself in one wait that lasts until work comes; otherwise each poll starts the count anew and
+        a stall is never seen.
+        """
         number, wait = next(self._numbers), Wait(sentence, self._clock.monotonic())
         self._waits[number] = wait
         try:

@@ -21,7 +21,7 @@ import re
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import BinaryIO, Protocol, TypeAlias
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 from slipstream.errors import ConfigError, Conflict, Exhausted, InvalidInput, NotFound, OutOfRange, SlipstreamError, Unavailable
 
@@ -80,9 +80,10 @@ async def open_store(url: str, endpoint: str = "", region: str = "us-east-1") ->
     """The store behind file:///path or s3://bucket/prefix. Raises ConfigError for another scheme."""
     parts = urlsplit(url)
     if parts.scheme == "file":
-        if not parts.path or parts.netloc not in ("", "localhost"):
+        path = url[len("file://") :]  # taken as it is: a folder's name may hold %, ? and #
+        if not path.startswith("/"):
             raise ConfigError(f"objects.url = {url!r}: a file URL has three slashes and an absolute path, as in file:///data/run")
-        yield FileStore(unquote(parts.path))
+        yield FileStore(path)
     elif parts.scheme == "s3":
         if not parts.netloc:
             raise ConfigError(f"objects.url = {url!r}: the bucket is missing; write s3://bucket/prefix")

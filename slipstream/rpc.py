@@ -11,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import inspect
+import ipaddress
 import random
 import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -101,6 +102,23 @@ async def call(method: Callable[..., Awaitable[T]], request: Any, timeout_s: flo
         raise errors.from_rpc_error(error) from None
 
 
+async def stream(
+    method: Callable[..., grpc.aio.UnaryStreamCall[Any, T]], request: Any, timeout_s: float
+) -> AsyncGenerator[T, None]:
+    """The messages of one server-streaming call within a deadline for the whole of it. Raises SlipstreamError, as `call`.
+
+    Leaving the loop early cancels the call, at once when the generator is closed (contextlib.aclosing).
+    """
+    messages = method(request, timeout=timeout_s)
+    try:
+        async for message in messages:
+            yield message
+    except grpc.aio.AioRpcError as error:
+        raise errors.from_rpc_error(error) from None
+    finally:
+        messages.cancel()
+
+
 async def call_until(
     method: Callable[..., Awaitable[T]], request: Any, timeout_s: float, waits: Waits, what: str, clock: Clock,
     give_up_s: float | None = None, jitter: Callable[[], float] = random.random,
@@ -136,13 +154,14 @@ class Server:
 
     def __init__(
         self, host: str, port: int, registrations: Sequence[Registration], secret: bytes = b"", grace_s: float = 5,
-        observe: Observe | None = None,
+        observe: Observe | None = None, public: bool = False,
     ) -> None:
         """`observe(method, code, seconds)` is told of every finished call.
 
-        Raises ConfigError for a host that is not loopback when there is no secret.
+        Raises ConfigError for a host that is not loopback when there is no secret, unless it is meant to be `public`: an
+        environment, which nobody needs a role for.
         """
-        if not secret and not _is_loopback(host):
+        if not secret and not public and not _is_loopback(host):
             raise ConfigError(
                 f"--host {host} is not loopback and the run folder has no secret, so anybody could call: "
                 "use --host 127.0.0.1 or put a secret file there (mode 600)")
@@ -175,11 +194,11 @@ class Server:
         await self.set_serving(True)
         check_port(self._host, self._port, "--port")
         try:
-            port = self._server.add_insecure_port(f"{self._host}:{self._port}")
+            port = self._server.add_insecure_port(_join(self._host, self._port))
         except RuntimeError as error:
             raise ConfigError(f"--port {self._port}: cannot listen on {self._host}: {error}") from None
         await self._server.start()
-        self.address = f"{self._host}:{port}"
+        self.address = _join(self._host, port)
 
     async def set_serving(self, serving: bool) -> None:
         """Health of every service: SERVING or NOT_SERVING. Calls are answered all the same."""
@@ -318,5 +337,12 @@ def _token_interceptors(metadata: Sequence[tuple[str, str]]) -> list[grpc.aio.Cl
     return [UnaryUnary(), UnaryStream(), StreamUnary(), StreamStream()]
 
 
+def _join(host: str, port: int) -> str:
+    """host:port, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
 def _is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1", "[::1]") or host.startswith(("127.", "unix:"))
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    return host == "localhost"

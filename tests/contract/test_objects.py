@@ -175,6 +175,13 @@ async def test_probe_refuses_a_folder_that_cannot_be_written(tmp_path):
         await FileStore(tmp_path / "file" / "objects").probe()
 
 
+async def test_a_folder_may_have_any_name(tmp_path):
+    """A file URL is not percent-decoded: what is after file:// is the path."""
+    async with open_store(f"file://{tmp_path}/100%25 #1?") as store:
+        await store.put("object", b"x")
+    assert (tmp_path / "100%25 #1?" / "object").read_bytes() == b"x"
+
+
 @pytest.mark.parametrize("url, says", [
     ("gs://bucket", "not one of file, s3"), ("file://relative/path", "three slashes"), ("s3:///x", "the bucket is missing")])
 async def test_a_url_that_names_no_store_is_refused(url, says):

@@ -1,6 +1,7 @@
 """gRPC between real servers and clients on loopback: errors keep their kind, restarts are ridden out, a drain is seen."""
 
 import asyncio
+import contextlib
 
 import grpc
 import pytest
@@ -89,6 +90,19 @@ async def test_an_error_is_the_same_at_the_caller(error):
         for got in (unary.value, errors.from_rpc_error(streamed.value)):
             assert (type(got), got.message, got.reason, got.metadata, got.retry_s) == (
                 type(error), error.message, error.reason, error.metadata, error.retry_s)
+
+
+async def test_a_stream_raises_our_errors_and_may_be_left():
+    """`rpc.stream` gives messages until the call fails; leaving it early cancels the call."""
+    async with server(Scripted(raising(Fenced("newer")))) as running, rpc.channel(running.address) as channel:
+        generate, got = rollout_pb2_grpc.RolloutServiceStub(channel).Generate, []
+        with pytest.raises(Fenced, match="newer"):
+            async for message in rpc.stream(generate, rollout_pb2.GenerateRequest(), 5):
+                got.append(message)
+        assert len(got) == 2
+        async with contextlib.aclosing(rpc.stream(generate, rollout_pb2.GenerateRequest(), 5)) as messages:
+            async for _ in messages:
+                break
 
 
 async def test_a_bug_is_internal_and_logged_with_its_traceback(caplog):
@@ -247,10 +261,15 @@ async def test_a_port_in_use_is_one_line_with_the_remedy(capfd):
 
 async def test_no_secret_no_open_port():
     """Without a secret everybody could call, so only loopback is listened on."""
-    with pytest.raises(ConfigError, match="is not loopback and the run folder has no secret"):
-        rpc.Server("0.0.0.0", 0, [])
+    for host in ("0.0.0.0", "127.example.com", "::"):
+        with pytest.raises(ConfigError, match="is not loopback and the run folder has no secret"):
+            rpc.Server(host, 0, [])
+    async with rpc.Server("::1", 0, []) as running:
+        assert running.address.startswith("[::1]:")
     with pytest.raises(ConfigError, match="cannot listen on 192.0.2.1"):
         await rpc.Server("192.0.2.1", 0, [], secret=b"s" * 32).start()
+    async with rpc.Server("0.0.0.0", 0, [], public=True) as running:
+        assert running.address.startswith("0.0.0.0:")
 
 
 async def test_every_call_is_timed_by_method_and_code():
