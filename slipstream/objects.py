@@ -18,18 +18,19 @@ import hashlib
 import itertools
 import os
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO, Protocol, TypeAlias
+from typing import Any, BinaryIO, Protocol, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from slipstream.errors import ConfigError, Conflict, Exhausted, InvalidInput, NotFound, OutOfRange, SlipstreamError, Unavailable
 
+T = TypeVar("T")
 Piece: TypeAlias = "bytes | bytearray | memoryview[int]"
 # What can be written: one buffer, or several that are written one after the other without being joined first.
 Data: TypeAlias = "Piece | list[Piece] | tuple[Piece, ...]"
 
-INLINE_BYTES = 1 << 20  # file IO below this runs in the event loop: cheaper than a thread
+INLINE_BYTES = 1 << 20  # file IO below this runs in the event loop, which is cheaper than a thread, unless it waits for fsync
 _KEY = re.compile(r"[A-Za-z0-9_=+@-][A-Za-z0-9._=+@-]*(/[A-Za-z0-9_=+@-][A-Za-z0-9._=+@-]*)*")
 _PREFIX = re.compile(r"([A-Za-z0-9_=+@-][A-Za-z0-9._=+@-]*(/|$))*")
 
@@ -162,14 +163,14 @@ class FileStore:
 
     async def put(self, key: str, data: Data, durable: bool = True) -> None:
         path, parts = self._path(key), pieces(data)
-        await self._io(_bytes(parts), self._write, path, parts, durable, os.replace)
+        await self._io(_bytes(parts), durable, self._write, path, parts, durable, os.replace)
 
     async def put_if_absent(self, key: str, data: Data) -> bool:
         path, parts = self._path(key), pieces(data)
         if path.exists():  # the common case of a repeat, without writing
             return False
         try:
-            await self._io(_bytes(parts), self._write, path, parts, True, os.link)
+            await self._io(_bytes(parts), True, self._write, path, parts, True, os.link)
         except FileExistsError:
             return False
         return True
@@ -184,7 +185,7 @@ class FileStore:
                 raise NotFound(f"object {key} does not exist in {self.url}", "OBJECT", key=key) from None
             if not size and offset:
                 raise OutOfRange(f"object {key} has no byte {offset}", "OBJECT_RANGE", key=key)
-        return await self._io(size, self._read, path, key, offset, size)
+        return await self._io(size, False, self._read, path, key, offset, size)
 
     async def get_tagged(self, key: str) -> tuple[bytes, str]:
         data = await self.get(key)
@@ -192,7 +193,7 @@ class FileStore:
 
     async def replace(self, key: str, data: Data, tag: str | None) -> str:
         path, parts = self._path(key), pieces(data)
-        return await self._io(_bytes(parts), self._replace, path, key, parts, tag)
+        return await self._io(_bytes(parts), True, self._replace, path, key, parts, tag)
 
     async def list(self, prefix: str) -> list[str]:
         check_prefix(prefix)
@@ -218,10 +219,10 @@ class FileStore:
     def _path(self, key: str) -> Path:
         return self._root / check_key(key)
 
-    async def _io(self, size: int, function, *arguments):
-        """Run small IO here and large IO in a thread, with errors of the operating system sorted."""
+    async def _io(self, size: int, syncs: bool, function: Callable[..., T], *arguments: Any) -> T:
+        """Run quick IO here and the rest in a thread, with errors of the operating system sorted."""
         with self._errors(str(arguments[0])):
-            if size < INLINE_BYTES:
+            if size < INLINE_BYTES and not syncs:
                 return function(*arguments)
             return await asyncio.to_thread(function, *arguments)
 
