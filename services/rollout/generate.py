@@ -97,6 +97,7 @@ async def newest(store: ObjectStore) -> Manifest | None:
 
 async def from_worker(address: str, secret: bytes, files: Mapping[str, bytes], asked: argparse.Namespace) -> list[str]:
     """Ask a rollout worker: tokens in, tokens out."""
+    quiet()
     from transformers import AutoTokenizer
 
     with tempfile.TemporaryDirectory() as folder:
@@ -128,6 +129,7 @@ async def from_worker(address: str, secret: bytes, files: Mapping[str, bytes], a
 
 def from_folder(folder: Path, asked: argparse.Namespace) -> list[str]:
     """Ask a Hugging Face model directory."""
+    quiet()
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     return continued(AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder), asked)
@@ -135,6 +137,7 @@ def from_folder(folder: Path, asked: argparse.Namespace) -> list[str]:
 
 async def from_version(store: ObjectStore, manifest: Manifest, asked: argparse.Namespace) -> list[str]:
     """Ask a policy version."""
+    quiet()
     from slipstream.model import load_state, skeleton
 
     model, tokenizer = skeleton(await read_files(store, manifest))
@@ -156,6 +159,14 @@ def continued(model: Any, tokenizer: Any, asked: argparse.Namespace) -> list[str
             max_new_tokens=asked.max_new_tokens, eos_token_id=stops or None,
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(stops), None))
     return tokenizer.batch_decode(out[:, prompt.shape[1]:], skip_special_tokens=True)
+
+
+def quiet() -> None:
+    """Only the answers are printed: no progress bars, no advice."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 def encode(tokenizer: Any, asked: argparse.Namespace) -> list[int]:

@@ -37,6 +37,8 @@ def explain(error: Exception) -> int:
     if "--debug" in sys.argv:
         import traceback
         traceback.print_exception(error)
+    if type(error).__name__ == "NoArgsIsHelpError":  # the help is on the screen
+        return 2
     if hasattr(error, "format_message"):  # a usage error of typer's command parser
         context = getattr(error, "ctx", None)
         path = context.command_path if context is not None else "slipstream"

@@ -75,7 +75,7 @@ def watch(
 @app.command()
 def generate(
     run: RunArgument,
-    text: Annotated[str, typer.Argument(help="Prompt.")],
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="Prompt.")],
     max_new_tokens: Annotated[int, typer.Option(min=0, help="Most tokens of an answer; 0 = the run's.")] = 0,
     greedy: Annotated[bool, typer.Option("--greedy/--sample", help="The most probable token, or a draw.")] = True,
     n: Annotated[int, typer.Option("--n", min=1, help="Answers, one a line.")] = 1,

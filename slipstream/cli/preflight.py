@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import os
 import socket
 import sys
 from pathlib import Path
@@ -105,7 +106,8 @@ async def reachable(setting: str, address: str) -> None:
     try:
         _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), REACH_S)
     except (OSError, TimeoutError) as error:
-        raise ConfigError(f"{setting} = {address}: no environment is reachable there ({error or 'no answer'}); start it with "
+        why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error) or "no answer"
+        raise ConfigError(f"{setting} = {address}: no environment is reachable there ({why}); start it with "
                           f"`slipstream env serve MODULE:CLASS --port {port}`, or correct the address") from None
     writer.close()
 

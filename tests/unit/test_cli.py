@@ -99,6 +99,7 @@ def test_usage_errors(tmp_path: Path) -> None:
     said = one_line(slipstream("run", "--fast", "run.toml", cwd=tmp_path, code=2))
     assert "--fast" in said and "slipstream run --help" in said
     assert "RUN.toml" in one_line(slipstream("run", cwd=tmp_path, code=2))
+    assert slipstream(cwd=tmp_path, code=2) == ""  # the help is on standard output
 
 
 def test_missing_files(run_file: Path, tmp_path: Path) -> None:
