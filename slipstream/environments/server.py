@@ -3,7 +3,7 @@
 consumes: lists of resets and steps        produces: one status and observation per item
 waits for: user code                       unblocked by: its return, or GRACE_S before the caller's deadline
 
-Calls are plaintext and carry no token, so listening on more than loopback has to be asked for.
+Calls are plaintext and carry no token: whoever reaches the address may call.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slipstream import logs, rpc
 from slipstream.environment import Environment
 from slipstream.environments import wire
 from slipstream.environments.episodes import IDLE_S, Episodes
-from slipstream.environments.remote import CONTRACT, GRACE_S
+from slipstream.environments.remote import CONTRACT, GRACE_S, is_loopback
 from slipstream.errors import InvalidInput
 from slipstream.lifecycle import Clock, SystemClock
 from slipstream.protos.environment.v1 import environment_pb2 as pb
@@ -79,10 +79,13 @@ class EnvironmentServer:
     ) -> None:
         clock = clock or SystemClock()
         self.episodes = Episodes(environment, name, idle_s, clock.monotonic)
+        if not is_loopback(f"{host}:{port}"):
+            log.warning("plaintext and open to everybody who reaches this address; let only the network that you trust in",
+                        host=host)
         self._server = rpc.Server(host, port, [
             (environment_pb2_grpc.add_EnvironmentServiceServicer_to_server, EnvironmentServicer(self.episodes)),
             (status_pb2_grpc.add_StatusServiceServicer_to_server, StatusServicer(self.episodes, clock)),
-        ])
+        ], public=True)
 
     @property
     def address(self) -> str:
@@ -120,6 +123,7 @@ def run(environment: Environment, host: str = "127.0.0.1", port: int = 0, name: 
             print(f"environment {d.name} ({tasks}, {scored}) at {server.address}", flush=True)
             await stopping.wait()
 
+    logs.configure("environment", name or type(environment).__name__, "")
     rpc.run(main())
 
 
