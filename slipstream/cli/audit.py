@@ -4,7 +4,7 @@ Judged from the trainer's own record, <folder>/audit/trainer.jsonl, one line per
 
     {"batch": 7, "incarnation": 1, "samples": [[draw, index, crc32c of the body, ledger epoch], ...]}
 
-and only compared with what the ledger says it drew. A step that is trained again by a later incarnation replaces its earlier
+and only compared with what the ledger says it drew, at any one moment late in the run. A step that is trained again by a later incarnation replaces its earlier
 line: the weights went back to the checkpoint before it.
 
 repeated = samples trained in two different batches, or in a batch whose members changed between incarnations
@@ -64,9 +64,10 @@ def audit(trained: Path, balance: Balance | None) -> Audit:
                 repeated += 1
     draws = len({draw for draw, _ in seen})
     lost = None
-    if balance is not None:
+    if balance is not None:  # batches above numbered_batch were still open, or not even drawn, when the balance was taken
+        numbered = {draw for k, members in batches.items() if k <= balance.numbered_batch for draw, _ in members}
         untrained = max(0, balance.numbered_batch - max(batches, default=0)) * balance.groups_per_batch
-        lost = abs(balance.made - draws - balance.dropped - balance.open - untrained)
+        lost = abs(balance.made - len(numbered) - balance.dropped - balance.open - untrained)
     return Audit(len(batches), len(seen), draws, repeated, lost)
 
 

@@ -100,8 +100,8 @@ async def ask_balance(folder: RunFolder, run_file: RunFile) -> list[Balance]:
             return []
     try:
         return [Balance(
-            made=int(figures["draws_made"]), dropped=int(figures["draws_dropped"]), open=int(figures["draws_open"]),
-            numbered_batch=int(figures["buffer_numbered_batch"]), groups_per_batch=run_file.schedule.groups_per_batch)]
+            made=int(figures["draws"]), dropped=int(figures["dropped_groups"]), open=int(figures["buffer_open_draws"]),
+            numbered_batch=int(figures["numbered_batch"]), groups_per_batch=run_file.schedule.groups_per_batch)]
     except KeyError:
         return []
 

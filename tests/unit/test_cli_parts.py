@@ -77,6 +77,7 @@ def test_audit_finds_losses(tmp_path: Path) -> None:
     trained = write_lines(tmp_path / "t.jsonl", [batch(1, [0, 1])])
     assert audit(trained, Balance(made=8, dropped=1, open=3, numbered_batch=2, groups_per_batch=2)).lost == 0
     assert audit(trained, Balance(made=9, dropped=1, open=3, numbered_batch=2, groups_per_batch=2)).lost == 1
+    assert audit(trained, Balance(made=3, dropped=0, open=3, numbered_batch=0, groups_per_batch=2)).lost == 0  # an older look
     assert audit(trained, None).sentence == "lost unknown, repeated 0"
     assert not audit(trained, None).clean
 
