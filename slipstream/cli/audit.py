@@ -4,8 +4,8 @@ Judged from the trainer's own record, <folder>/audit/trainer.jsonl, one line per
 
     {"batch": 7, "incarnation": 1, "samples": [[draw, index, crc32c of the body, ledger epoch], ...]}
 
-and only compared with what the ledger says it drew, at any one moment late in the run. A step that is trained again by a later incarnation replaces its earlier
-line: the weights went back to the checkpoint before it.
+and only compared with what the ledger says it drew, at any one moment late in the run. A step that is trained again by a
+later incarnation replaces its earlier line: the weights went back to the checkpoint before it.
 
 repeated = samples trained in two different batches, or in a batch whose members changed between incarnations
 lost     = draws made that are neither trained, nor dropped by name, nor still open, nor in a batch that was numbered but not
