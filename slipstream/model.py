@@ -91,6 +91,7 @@ def _expert_linear(experts: Any, rows: torch.Tensor, name: str) -> torch.Tensor:
 
 
 ALL_EXPERTS_FUNCTIONS.register("dense", dense_experts)
+transformers.utils.logging.disable_progress_bar()  # stderr is for JSON lines
 
 
 def build(model: config.Model, seed: int, deterministic: bool = False) -> tuple[nn.Module, Any]:

@@ -25,6 +25,8 @@ from slipstream.protos.types.v1 import sample_pb2
 from slipstream.sample import crc32c, decode
 
 POLL_S = 10.0
+# An answer without a batch may come at once (checkpoint_now): ask again a little later.
+PAUSE_S = 0.05
 READ_TIMEOUT_S = 120.0
 # Bodies that disagree with the composition are read again this often before the trainer gives up.
 READ_TRIES = 3
@@ -68,6 +70,7 @@ class BatchReader:
                 if reply.checkpoint_now:
                     self._checkpoint_now()
                 wait.sentence = f"batch {number}: {reply.waiting_for}" if reply.waiting_for else f"batch {number}"
+                await self._clock.sleep(PAUSE_S)
 
     async def _read(self, batch: batches_pb2.Batch) -> TrainingBatch:
         """Fetch and decode. Retries for ever while the buffer is away, READ_TRIES times when bodies are wrong."""

@@ -56,8 +56,7 @@ async def warm_up(
 
 def row(tokenizer: Any, reset: Reset) -> Row:
     """Prompt + answer + end token as one row whose targets are the answer and the end token."""
-    answer = [*tokenizer.encode(reset.answer, add_special_tokens=False), tokenizer.eos_token_id]
-    prompt = prompt_tokens(tokenizer, reset)
+    prompt, answer = prompt_tokens(tokenizer, reset), [*_encoded(tokenizer, reset.answer), tokenizer.eos_token_id]
     tokens = np.array([*prompt, *answer], np.int32)
     index = np.arange(len(prompt) - 1, len(tokens) - 1)
     nothing = np.zeros(len(answer))
@@ -69,13 +68,21 @@ def prompt_tokens(tokenizer: Any, reset: Reset) -> Sequence[int]:
     if reset.tokens is not None:
         prompt = list(reset.tokens)
     elif reset.messages is not None:
-        prompt = tokenizer.apply_chat_template(
-            [dict(m) for m in reset.messages], tokenize=True, add_generation_prompt=True, return_dict=False)
+        messages = [dict(m) for m in reset.messages]
+        prompt = _encoded(tokenizer, tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     else:
-        prompt = tokenizer.encode(reset.text, add_special_tokens=False)
+        prompt = _encoded(tokenizer, reset.text or "")
     if not prompt:
         raise ConfigError("the warm-up got an empty prompt from an environment; nothing predicts its answer's first token")
     return prompt
+
+
+def _encoded(tokenizer: Any, text: str) -> list[int]:
+    try:
+        return tokenizer.encode(text, add_special_tokens=False)
+    except Exception as error:  # tokenizers raise bare Exception
+        raise ConfigError(
+            f"the tokenizer cannot encode {text[:80]!r} of an environment: {error}; the alphabet may lack a character") from error
 
 
 async def _rows(
