@@ -144,7 +144,7 @@ class Process:
 
     async def stop(self, limit_s: float) -> bool:
         """SIGTERM, then SIGKILL to its group after the limit. False when it had to be killed."""
-        self.state = "stopped"
+        self.state = "stopped" if self.state != "finished" else self.state
         process = self._process
         if process is None or process.returncode is not None:
             return True

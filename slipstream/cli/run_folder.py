@@ -179,8 +179,8 @@ def lay_out(folder: RunFolder, run: config.RunFile, fresh: bool) -> None:
             _same_run(folder, run)
         for directory in (folder.services, folder.logs, folder.trained.parent, folder.redis):
             directory.mkdir(exist_ok=True)
-        for stale in folder.services.glob("*.json"):
-            stale.unlink()
+        for stale in (*folder.services.glob("*.json"), folder.state):
+            stale.unlink(missing_ok=True)
         auth.create_secret(folder.path)
 
 

@@ -177,6 +177,7 @@ class Supervisor:
     async def _after(self, process: Process, death: Death) -> None:
         """What follows a death: the end of the run, a rest, or a restart after a delay."""
         if death.code == 0 and process.service == "trainer":
+            process.state = "finished"
             self._end(Ending("finished"))
             return
         if death.code == 0 and process.service in ("rollout", "reward"):

@@ -7,6 +7,7 @@ its own run with it, `slipstream watch` any other.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 
 from rich.console import Console
@@ -38,7 +39,10 @@ class Watcher:
         self.metrics.poll()
         state = read_json(self.folder.state) or {}
         now = time.monotonic()
-        if now - self._asked >= ASK_EVERY_S:
+        if state.get("state") == "ended":  # the last frame keeps what the processes said last
+            self._services = [dataclasses.replace(s, state=entry["state"], restarts=entry["restarts"], waiting_for="")
+                              for s in self._services if (entry := state["processes"].get(s.instance)) is not None]
+        elif now - self._asked >= ASK_EVERY_S:
             self._asked = now
             self._services = await survey.ask_all()
         return Snapshot(
