@@ -73,6 +73,11 @@ class Decoder:
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises InvalidInput naming the field."""
+        self.check(request)
+        self.waiting.append(request)
+
+    def check(self, request: Request) -> None:
+        """Raises InvalidInput, naming the field, for a request that can never run. Safe from any thread."""
         size = len(request.prompt)
         if not size:
             raise InvalidInput("prompt is empty; at least one token is needed", "EMPTY_PROMPT", field="prompt")
@@ -92,7 +97,6 @@ class Decoder:
         vocabulary = self.config.vocab_size
         if not 0 <= int(np.min(request.prompt)) <= int(np.max(request.prompt)) < vocabulary:
             raise InvalidInput(f"prompt has a token outside of 0..{vocabulary - 1}", "TOKEN", field="prompt")
-        self.waiting.append(request)
 
     @torch.inference_mode()
     def abort(self, requests: Iterable[int]) -> list[tuple[Request, Generation]]:
@@ -136,7 +140,7 @@ class Decoder:
 
     @torch.inference_mode()
     def load(self, tensors: Sequence[RawTensor], version: policy_pb2.PolicyVersion) -> None:
-        """Swap the weights in place; requests in flight go on. Raises InvalidInput, with nothing changed, if they do not fit."""
+        """Swap the weights in place; requests in flight go on. Raises InvalidInput, nothing changed, if they do not fit."""
         verify(self.model, tensors)
         load_state(self.model, tensors)
         self.version = version

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -53,9 +53,19 @@ class Generation:
 class Engine(Protocol):
     """An inference engine. All methods belong to one event loop.
 
-    What every implementation promises: the same (weights, request) gives the same tokens whatever else is running; a failed swap
-    leaves the old version serving; a swap drops no request.
+    What every implementation promises: the same (weights, request) gives the same tokens whatever else is running; a failed
+    swap leaves the old version serving; a swap drops no request.
     """
+
+    @property
+    def tokenizer(self) -> Any:
+        """The transformers tokenizer of the model; after start."""
+        ...
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Ids that end an answer; after start."""
+        ...
 
     @property
     def version(self) -> policy_pb2.PolicyVersion | None:
@@ -75,14 +85,14 @@ class Engine(Protocol):
     async def start(
         self, files: Mapping[str, bytes], tensors: Sequence[RawTensor], version: policy_pb2.PolicyVersion
     ) -> None:
-        """Build the model from the version's files and load its tensors. Raises InvalidInput for a family it cannot run."""
+        """Build the model from the version's files and load its tensors. Raises InvalidInput for a model it cannot run."""
         ...
 
     def generate(self, request: Request) -> asyncio.Future[Generation]:
         """Raises InvalidInput at once: empty prompt, prompt over the context, temperature <= 0."""
         ...
 
-    def stream(self, request: Request) -> AsyncIterator[Generation]:
+    def stream(self, request: Request) -> AsyncGenerator[Generation]:
         """Pieces as they come; the last one has the finish reason and the routes. Closing the iterator aborts."""
         ...
 

@@ -1,0 +1,82 @@
+"""The rollout service: RolloutService over the engine, and the worker that pulls from the buffer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+from services.rollout.engine import Engine, Generation, Request
+from services.rollout.torch_engine import TorchEngine
+from services.rollout.worker import RolloutWorker
+from slipstream import environment, rpc
+from slipstream.errors import ConfigError, InvalidInput
+from slipstream.lifecycle import CLOSE
+from slipstream.protos.rollout.v1 import rollout_pb2 as pb
+from slipstream.protos.rollout.v1 import rollout_pb2_grpc
+from slipstream.protos.types.v1 import sample_pb2
+from slipstream.sample import array, tensor
+from slipstream.service import ServiceContext
+from slipstream.telemetry import RolloutMetrics
+
+
+class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
+    """slipstream.rollout.v1.RolloutService: proto in and out."""
+
+    def __init__(self, engine: Engine, worker: RolloutWorker) -> None:
+        self._engine, self._worker = engine, worker
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        prompt = array(request.prompt, "prompt")
+        if prompt.ndim != 1:
+            raise InvalidInput(f"prompt has shape {list(prompt.shape)}; [T] is needed", "SHAPE", field="prompt")
+        asked = Request(
+            prompt, request.max_new_tokens, request.seed, request.temperature, tuple(request.stop_token_ids), request.greedy,
+            request.return_routes)
+        async with contextlib.aclosing(self._engine.stream(asked)) as pieces:
+            async for piece in pieces:
+                yield _response(piece)
+
+    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
+        finished, handed_back = await self._worker.drain(rpc.seconds(request.grace))
+        return pb.DrainResponse(finished=finished, handed_back=handed_back)
+
+
+async def start(context: ServiceContext) -> None:
+    """Open the environments, serve, start the loops. Raises ConfigError for an environment or engine that cannot be used."""
+    run, metrics = context.run, RolloutMetrics(context.registry)
+    if run.rollout.engine != "torch":
+        raise ConfigError(f"rollout.engine = {run.rollout.engine!r} is not built in yet; set it to 'torch'")
+    stack = contextlib.AsyncExitStack()
+    context.lifecycle.on_stop(CLOSE, stack.aclose, "environments")
+    environments = {
+        settings.name: await stack.enter_async_context(environment.connect(settings, context.waits, context.clock))
+        for settings in run.environments}
+    engine = TorchEngine(run, metrics.decode_seconds.observe)
+    worker = RolloutWorker(context, engine, environments, metrics)
+    await context.serve([(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, RolloutServicer(engine, worker))])
+    worker.start()
+    context.lifecycle.on_stop(CLOSE, engine.stop, "engine")
+    context.lifecycle.spawn("engine metrics", _watch_engine(context, engine, metrics))
+
+
+async def _watch_engine(context: ServiceContext, engine: TorchEngine, metrics: RolloutMetrics) -> None:
+    """Keep tokens and slots up to date for metrics and status."""
+    counted = 0
+    while True:
+        await context.clock.sleep(0.5)
+        generated = engine.generated_tokens
+        metrics.generated_tokens.inc(max(0, generated - counted))
+        metrics.active_slots.set(engine.active)
+        counted = generated
+
+
+def _response(piece: Generation) -> pb.GenerateResponse:
+    response = pb.GenerateResponse(tokens=tensor(piece.tokens), logprobs=tensor(piece.logprobs))
+    response.finish_reason = piece.finish_reason  # pyright: ignore[reportAttributeAccessIssue]
+    for span in piece.spans:
+        response.versions.add(version=span.version, step=span.step, incarnation=span.incarnation, length=span.length)
+    if piece.routes is not None:
+        wire = tensor(piece.routes)
+        response.routes.CopyFrom(sample_pb2.Routes(dtype=wire.dtype, shape=wire.shape, data=wire.data))
+    return response

@@ -1,0 +1,298 @@
+"""The torch engine: the decoder in a thread of its own, driven from asyncio.
+
+consumes: requests, aborts and swaps, through an inbox    produces: generations, in one call to the event loop per decode step
+waits for: the inbox, while nothing is in flight          unblocked by: `generate`, `stream`, `swap`, `abort`, `stop`
+
+The event loop hands over what it gathered in one of its turns at once, so that a group that arrives together is prompted
+together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from services.rollout.decoder import Decoder
+from services.rollout.engine import Generation, Request
+from services.rollout.proof import prove
+from slipstream.config import RunFile
+from slipstream.errors import InvalidInput, SlipstreamError, Unavailable
+from slipstream.manifest import RawTensor
+from slipstream.model import load_state, skeleton, stop_token_ids
+from slipstream.protos.types.v1 import policy_pb2
+
+
+@dataclass(slots=True)
+class _Swap:
+    version: policy_pb2.PolicyVersion
+    tensors: Sequence[RawTensor]
+    done: asyncio.Future[None]
+
+
+@dataclass(slots=True)
+class _Abort:
+    ids: list[int]
+
+
+class TorchEngine:
+    """See services.rollout.engine.Engine. `observe(seconds)` is told of every decode step, in the engine's thread."""
+
+    def __init__(self, run: RunFile, observe: Callable[[float], None] | None = None) -> None:
+        self._run, self._observe = run, observe
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._decoder: Decoder | None = None
+        self._thread: threading.Thread | None = None
+        self._tokenizer: Any = None
+        self._stops: tuple[int, ...] = ()
+        self._gathered: list[Request | _Swap | _Abort] = []
+        self._inbox: collections.deque[Request | _Swap | _Abort | None] = collections.deque()
+        self._wake = threading.Event()
+        self._pending: dict[int, asyncio.Future[Generation]] = {}
+        self._streams: dict[int, tuple[Request, asyncio.Queue[Generation]]] = {}
+        self._sent: dict[int, int] = {}  # the thread's: tokens of each stream that went out
+        self._failure: BaseException | None = None
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._tokenizer
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        return self._stops
+
+    @property
+    def version(self) -> policy_pb2.PolicyVersion | None:
+        return self._decoder.version if self._decoder else None
+
+    @property
+    def free_slots(self) -> int:
+        return max(0, self._run.rollout.slots - len(self._pending) - len(self._streams))
+
+    @property
+    def active(self) -> int:
+        """Sequences that are being decoded."""
+        return self._decoder.active if self._decoder else 0
+
+    @property
+    def generated_tokens(self) -> int:
+        return self._decoder.generated_tokens if self._decoder else 0
+
+    async def start(
+        self, files: Mapping[str, bytes], tensors: Sequence[RawTensor], version: policy_pb2.PolicyVersion
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        started: asyncio.Future[None] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._main, args=(files, tensors, version, started), name="engine", daemon=True)
+        self._thread.start()
+        await started
+
+    def generate(self, request: Request) -> asyncio.Future[Generation]:
+        future = self._accept(request).create_future()
+        self._pending[request.id] = future
+        future.add_done_callback(lambda f: self.abort([request.id]) if f.cancelled() else None)
+        self._hand_over(request)
+        return future
+
+    async def stream(self, request: Request) -> AsyncGenerator[Generation]:
+        self._accept(request)
+        queue: asyncio.Queue[Generation] = asyncio.Queue()  # bounded by the tokens of one answer
+        self._streams[request.id] = (request, queue)
+        self._hand_over(request)
+        try:
+            while True:
+                piece = await queue.get()
+                if piece.finish_reason:
+                    del self._streams[request.id]
+                    yield piece
+                    return
+                yield piece
+                if self._failure is not None:
+                    raise Unavailable(f"the engine failed: {self._failure}", "ENGINE_FAILED") from self._failure
+        finally:
+            if self._streams.pop(request.id, None):
+                self.abort([request.id])
+
+    async def swap(self, version: policy_pb2.PolicyVersion, tensors: Sequence[RawTensor]) -> None:
+        done = self._running().create_future()
+        self._hand_over(_Swap(version, tensors, done))
+        await done
+
+    def abort(self, requests: Iterable[int]) -> None:
+        if self._decoder is not None and (ids := list(requests)):
+            self._hand_over(_Abort(ids))
+
+    async def stop(self) -> None:
+        if self._thread is None or self._loop is None:
+            return
+        self._flush()
+        self._inbox.append(None)
+        self._wake.set()
+        await self._loop.run_in_executor(None, self._thread.join)
+        self._thread = None
+
+    # on the event loop
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        if self._failure is not None:
+            raise Unavailable(f"the engine failed: {self._failure}", "ENGINE_FAILED") from self._failure
+        if self._decoder is None or self._loop is None or self._thread is None:
+            raise Unavailable("no policy version is loaded yet", "NO_VERSION", retry_s=1)
+        return self._loop
+
+    def _accept(self, request: Request) -> asyncio.AbstractEventLoop:
+        loop = self._running()
+        assert self._decoder is not None
+        self._decoder.check(request)
+        return loop
+
+    def _hand_over(self, item: Request | _Swap | _Abort) -> None:
+        if not self._gathered and self._loop is not None:
+            self._loop.call_soon(self._flush)
+        self._gathered.append(item)
+
+    def _flush(self) -> None:
+        self._inbox.extend(self._gathered)
+        self._gathered.clear()
+        self._wake.set()
+
+    def _deliver(self, ended: list[tuple[Request, Generation]]) -> None:
+        """What one step produced: the answers that ended, and the next pieces of streams."""
+        for request, generation in ended:
+            if stream := self._streams.get(request.id):
+                stream[1].put_nowait(generation)
+            elif (future := self._pending.get(request.id)) is not None:
+                if not future.done():
+                    future.set_result(generation)
+                del self._pending[request.id]
+
+    def _fail(self, error: BaseException) -> None:
+        """The thread has died: nobody may wait for it."""
+        self._failure = error
+        told = Unavailable(f"the engine failed: {error}", "ENGINE_FAILED")
+        for future in self._pending.values():
+            if not future.done():
+                future.set_exception(told)
+        self._pending.clear()
+        nothing = Generation(np.zeros(0, np.int32), np.zeros(0, np.float32), (), 0)
+        for _, queue in self._streams.values():
+            queue.put_nowait(nothing)
+        for item in [*self._inbox, *self._gathered]:
+            if isinstance(item, _Swap) and not item.done.done():
+                item.done.set_exception(told)
+
+    # in the engine's thread
+
+    def _main(
+        self, files: Mapping[str, bytes], tensors: Sequence[RawTensor], version: policy_pb2.PolicyVersion,
+        started: asyncio.Future[None],
+    ) -> None:
+        assert self._loop is not None
+        try:
+            decoder = self._build(files, tensors, version)
+        except BaseException as error:
+            self._loop.call_soon_threadsafe(_settle, started, error)
+            return
+        self._decoder = decoder
+        self._loop.call_soon_threadsafe(_settle, started, None)
+        try:
+            self._run_steps(decoder)
+        except BaseException as error:
+            self._loop.call_soon_threadsafe(self._fail, error)
+            raise
+
+    def _build(
+        self, files: Mapping[str, bytes], tensors: Sequence[RawTensor], version: policy_pb2.PolicyVersion
+    ) -> Decoder:
+        run = self._run
+        if run.rollout.threads:
+            torch.set_num_threads(run.rollout.threads)
+        experts = "dense" if run.deterministic else "grouped_mm" if run.model.experts == "auto" else run.model.experts
+        model, self._tokenizer = skeleton(files, run.model.dtype, experts)
+        self._stops = stop_token_ids(self._tokenizer, model)
+        decoder = Decoder(
+            model, run.rollout.slots, run.rollout.context, deterministic=run.deterministic,
+            capture_routes=run.rollout.capture_routes, recompute_on_swap=run.rollout.on_swap == "recompute")
+        load_state(model, tensors)
+        prove(decoder)
+        decoder.version = version
+        return decoder
+
+    def _run_steps(self, decoder: Decoder) -> None:
+        assert self._loop is not None
+        while True:
+            if not (decoder.active or decoder.waiting):
+                self._wake.wait()
+            self._wake.clear()
+            out: list[tuple[Request, Generation]] = []
+            while self._inbox:
+                item = self._inbox.popleft()
+                if item is None:
+                    out += decoder.abort([r.id for r in decoder.rows.requests] + [r.id for r in decoder.waiting])
+                    self._loop.call_soon_threadsafe(self._deliver, self._pieces(decoder, out))
+                    return
+                out += self._handle(decoder, item)
+            if decoder.active or decoder.waiting:
+                started = time.perf_counter()
+                out += decoder.step()
+                if self._observe is not None:
+                    self._observe(time.perf_counter() - started)
+            if out := self._pieces(decoder, out):
+                self._loop.call_soon_threadsafe(self._deliver, out)
+
+    def _handle(self, decoder: Decoder, item: Request | _Swap | _Abort) -> list[tuple[Request, Generation]]:
+        if isinstance(item, Request):
+            decoder.submit(item)
+            if item.id in self._streams:
+                self._sent[item.id] = 0
+            return []
+        if isinstance(item, _Abort):
+            return decoder.abort(item.ids)
+        assert self._loop is not None
+        error: BaseException | None = None
+        try:
+            decoder.load(item.tensors, item.version)
+        except SlipstreamError as refused:
+            error = refused
+        self._loop.call_soon_threadsafe(_settle, item.done, error)
+        return []
+
+    def _pieces(self, decoder: Decoder, ended: list[tuple[Request, Generation]]) -> list[tuple[Request, Generation]]:
+        """`ended`, with streams cut down to what did not go out yet, and the new tokens of the streams that go on."""
+        if not self._sent:
+            return ended
+        pieces = [(r, _rest(g, self._sent.pop(r.id))) if r.id in self._sent else (r, g) for r, g in ended]
+        for request in [r for r in decoder.rows.requests if r.id in self._sent]:
+            piece = decoder.progress(request, self._sent[request.id])
+            if piece is not None and len(piece.tokens):
+                self._sent[request.id] += len(piece.tokens)
+                pieces.append((request, piece))
+        return pieces
+
+
+def _rest(generation: Generation, sent: int) -> Generation:
+    """What of a finished answer is left after its first `sent` tokens."""
+    spans, skip = [], sent
+    for span in generation.spans:
+        left = span.length - min(skip, span.length)
+        skip -= span.length - left
+        if left:
+            spans.append(type(span)(span.version, span.step, span.incarnation, left))
+    return Generation(
+        generation.tokens[sent:], generation.logprobs[sent:], tuple(spans), generation.finish_reason, generation.routes)
+
+
+def _settle(future: asyncio.Future[None], error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error if isinstance(error, SlipstreamError) else InvalidInput(f"{type(error).__name__}: {error}"))
