@@ -27,10 +27,11 @@ class Records:
         self.audit_path = folder / "audit" / "trainer.jsonl"
         try:
             self.audit_path.parent.mkdir(parents=True, exist_ok=True)
-            self._audit = self.audit_path.open("ab")
+            self._audit = self.audit_path.open("ab+")
             self._metrics = self.metrics_path.open("ab")
         except OSError as error:
             raise ConfigError(f"run.folder = {str(folder)!r} cannot be written: {error.strerror}; set another") from error
+        self._end_torn_line()
 
     def resume(self, step: int) -> list[dict[str, Any]]:
         """Cut metrics lines above `step` and torn ones; returns those that stay."""
@@ -60,6 +61,14 @@ class Records:
         self._audit.write(line.encode() + b"\n")
         self._audit.flush()
         os.fsync(self._audit.fileno())
+
+    def _end_torn_line(self) -> None:
+        """A predecessor that was killed in the middle of a line left it without an end."""
+        size = self._audit.seek(0, os.SEEK_END)
+        if size:
+            self._audit.seek(size - 1)
+            if self._audit.read(1) != b"\n":
+                self._audit.write(b"\n")
 
     def close(self) -> None:
         self._audit.close()

@@ -11,6 +11,7 @@ import pytest
 
 from services.trainer import loop as loop_module
 from services.trainer.loop import TrainerLoop
+from services.trainer.records import Records
 from services.trainer.service import TrainerServicer
 from services.trainer.warmup import warm_up
 from slipstream import config, rpc
@@ -241,3 +242,17 @@ async def test_warm_up_is_kept(tmp_path, monkeypatch):
     contents = [await read_tensors(store, await read_manifest(store, v)) for v in published]
     assert [bytes(t.data) for t in contents[0]] == [bytes(t.data) for t in contents[1]]
     assert len(warmups) == 1
+
+
+async def test_records_survive_a_torn_line(tmp_path):
+    """A line without an end, as a kill leaves it, spoils neither the audit's next line nor the metrics."""
+    (tmp_path / "audit").mkdir()
+    (tmp_path / "audit" / "trainer.jsonl").write_text('{"batch": 1, "samples": [[0, 0, 1, 0]]}\n{"batch": 2, "sam')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')
+    records = Records(tmp_path)
+    assert records.resume(1) == [{"step": 1}]
+    records.metrics({"step": 2, "again": True})
+    records.audit(2, 5, [(3, 4, 5, 0)])
+    records.close()
+    assert lines(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2, "again": True}]
+    assert json.loads((tmp_path / "audit" / "trainer.jsonl").read_text().splitlines()[-1])["samples"] == [[3, 4, 5, 0]]
