@@ -82,7 +82,7 @@ def _encoded(tokenizer: Any, text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
     except Exception as error:  # tokenizers raise bare Exception
         raise ConfigError(
-            f"the tokenizer cannot encode {text[:80]!r} of an environment: {error}; does its alphabet lack a character?") from error
+            f"the tokenizer cannot encode {text[:80]!r} of an environment ({error}); is a character missing?") from error
 
 
 async def _rows(
