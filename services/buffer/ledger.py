@@ -212,7 +212,7 @@ class Balance:
             raise AssertionError(f"the ledger does not add up: {draws} draws, groups {self.groups}, samples {self.samples}")
 
 
-TOPICS = ("samples", "unscored", "ready", "versions")
+TOPICS: tuple[str, ...] = ("samples", "unscored", "ready", "versions")
 OnChange = Callable[[Sequence[str]], None]
 
 

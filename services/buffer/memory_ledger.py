@@ -80,6 +80,8 @@ class MemoryLedger(MemoryBatches):
         if group["p"] >= 0 and not (pinned := state.pinned_version(group["p"]) or 0):
             return
         state.open_samples.discard(key)
+        if state.leases.get(key, 0) > 0:
+            state.add("expired", 1)  # its holder was silent; a released lease has 0
         state.leases[key] = state.now_ms() + self.rules.lease_ms
         state.move(sample, "leased")
         least = state.least_step(group)
@@ -230,6 +232,7 @@ class MemoryLedger(MemoryBatches):
             if len(grants) < count and key in state.scoring:
                 sample = state.groups[key[0]]["s"][key[1]]
                 state.move(sample, "unscored")
+                state.add("scoring_expired", 1)
                 del state.scoring[key]
                 self._grant_scoring(key, sample, worker, grants)
         while len(grants) < count and state.unscored:

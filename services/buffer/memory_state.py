@@ -111,7 +111,8 @@ class MemoryState:
             return
         self.move_group(group, "short" if "closed" in states else "complete")
         self.ready.append(draw)
-        self.changed.add("ready")
+        if self.rules.pinned or len(self.ready) >= self.rules.groups_per_batch:
+            self.changed.add("ready")
 
     def drop(self, draw: int, reason: str) -> None:
         """Group → dropped(reason): its samples are closed, its slot and bytes are free, the decision is written down."""

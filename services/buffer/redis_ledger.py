@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -52,10 +53,13 @@ _OUTCOMES = {o.value: o for o in Outcome}
 class RedisLedger:
     """See `Ledger`. `now_ms` replaces the clock in tests alone."""
 
-    def __init__(self, client: aioredis.Redis, rules: Rules, now_ms: Callable[[], int] | None = None) -> None:
+    def __init__(
+            self, client: aioredis.Redis, rules: Rules, now_ms: Callable[[], int] | None = None,
+            observe: Callable[[str, float], None] = lambda name, seconds: None) -> None:
         self.rules = rules
         self.on_change: OnChange = lambda topics: None
         self._scripts = Scripts(client, rules.run, dataclasses.asdict(rules))
+        self._observe = observe  # told of each script and its time in seconds
         self._now_ms = now_ms or (lambda: 0)
         self._cursor: TaskCursor | None = None
         self._proposals: list[tuple[str, int]] = []  # tasks of draws `_start`, `_start` + 1, ...
@@ -70,7 +74,9 @@ class RedisLedger:
         scripts = self._scripts
         if scripts.lost_connection and name not in ("open", "grace"):
             await self.grace()  # before anything can expire
+        started = time.perf_counter()
         result, topics, blobs = await scripts.run(name, request, blob, self._now_ms())
+        self._observe(name, time.perf_counter() - started)
         if topics:
             self.on_change(topics)
         return result, blobs
@@ -141,10 +147,10 @@ class RedisLedger:
     async def grant_scoring(self, worker: str, count: int) -> list[ScoringGrant]:
         """Expired scoring leases first, then the unscored in order of arrival."""
         result, transcripts = await self._run("grant_scoring", {"worker": worker, "count": count})
-        epoch = result["epoch"]
+        rows: list[Any] = result["grants"] or []
         return [
-            ScoringGrant(Lease(d, i, a, epoch), e, x, transcript)
-            for (d, i, a, e, x), transcript in zip(result["grants"] or (), transcripts, strict=True)]
+            ScoringGrant(Lease(d, i, a, result["epoch"]), e, x, transcript)
+            for (d, i, a, e, x), transcript in zip(rows, transcripts, strict=True)]
 
     async def heartbeat_scoring(self, leases: Sequence[Lease]) -> list[Outcome]:
         return await self._extend("scoring", "sa", self.rules.scoring_lease_ms, leases)
@@ -173,7 +179,9 @@ class RedisLedger:
         async with self._pipeline() as pipe:
             pipe.hget(keys["batches"], str(batch))
             pipe.hmget(keys["meta"], ["epoch", "committed", "numbered"])
-            raw, (epoch, committed, numbered) = await pipe.execute()
+            answers = await pipe.execute()
+        raw, counters = answers
+        epoch, committed, numbered = counters
         if raw is None:
             refuse("range", {"batch": batch, "committed": int(committed or 0), "numbered": int(numbered or 0)})
         assert raw is not None
@@ -199,7 +207,7 @@ class RedisLedger:
             return {}
         async with self._pipeline() as pipe:
             pipe.hmget(self._scripts.keys["groups"], [str(d) for d in draws])
-            raw, = await pipe.execute()
+            raw = (await pipe.execute())[0]
         return {d: json.loads(r) for d, r in zip(draws, raw, strict=True)}
 
     async def commit(self, incarnation: int, through_batch: int) -> int:
@@ -264,7 +272,7 @@ class RedisLedger:
         for name in ("events", "dead"):
             async with self._pipeline() as pipe:
                 pipe.xrange(self._scripts.keys[name], count=10_000)
-                entries, = await pipe.execute()
+                entries = (await pipe.execute())[0]
             lines += [dict(json.loads(fields[b"line"]), log=name, id=entry.decode()) for entry, fields in entries]
         return lines
 

@@ -35,8 +35,9 @@ class Scripts:
         self.client = client
         self.keys = {name: f"slipstream:{{{run}}}:{name}" for name in NAMES}
         self.lost_connection = False  # set when a call failed; the owner resets it after its grace
-        self._rules = json.dumps(rules)
+        self._rules = _bulk(json.dumps(rules))
         self._texts: dict[str, tuple[str, str]] = {}
+        self._fixed = _bulk(str(len(NAMES))) + b"".join(map(_bulk, self.keys.values()))
 
     async def run(self, name: str, request: Any, blob: bytes = b"", now_ms: int = 0) -> tuple[Any, Sequence[str], list[bytes]]:
         """Result, changed topics and blobs of a script. Raises its refusal, or Unavailable with a retry delay.
@@ -44,21 +45,31 @@ class Scripts:
         Runs to its end even when the caller is cancelled: a reply left on a connection would be read by the next one.
         """
         text, sha = self._text(name)
-        args = (*self.keys.values(), str(now_ms), self._rules, json.dumps(request), blob)
-        reply = await asyncio.shield(asyncio.ensure_future(self._call(text, sha, args)))
+        arguments = b"".join((self._fixed, _bulk(str(now_ms)), self._rules, _bulk(json.dumps(request)), _bulk(blob)))
+        reply = await asyncio.shield(asyncio.ensure_future(self._call(text, sha, arguments)))
         head = json.loads(reply[0])
         if "refused" in head:
             refuse(head["refused"], head["facts"])
         return head["r"], head["w"] or (), reply[1:]
 
-    async def _call(self, text: str, sha: str, args: Sequence[Any]) -> list[bytes]:
+    async def _call(self, text: str, sha: str, arguments: bytes) -> list[bytes]:
+        """The command is packed here: through the client's own packer, 26 arguments would cost more than the rest of a call."""
         try:
+            connection: Any = await self.client.connection_pool.get_connection()
             try:
-                return await self.client.evalsha(sha, len(NAMES), *args)  # pyright: ignore[reportGeneralTypeIssues]
-            except exceptions.NoScriptError:
-                return await self.client.eval(text, len(NAMES), *args)  # pyright: ignore[reportGeneralTypeIssues]
+                try:
+                    return await self._exchange(connection, b"EVALSHA", sha, arguments)
+                except exceptions.NoScriptError:
+                    return await self._exchange(connection, b"EVAL", text, arguments)
+            finally:
+                await self.client.connection_pool.release(connection)
         except Exception as error:
             raise await self.failed(error) from error
+
+    async def _exchange(self, connection: Any, command: bytes, script: str, arguments: bytes) -> list[bytes]:
+        count = 3 + len(NAMES) + 4
+        await connection.send_packed_command([b"*%d\r\n" % count + _bulk(command) + _bulk(script) + arguments])
+        return await connection.read_response()
 
     async def failed(self, error: Exception) -> SlipstreamError:
         """A server error by kind. After a transient one, idle connections are closed: they lead to the same end."""
@@ -78,6 +89,12 @@ class Scripts:
             text = "\n".join(parts)
             self._texts[name] = text, hashlib.sha1(text.encode()).hexdigest()
         return self._texts[name]
+
+
+def _bulk(value: str | bytes) -> bytes:
+    """One argument in the wire form of Redis."""
+    data = value.encode() if isinstance(value, str) else value
+    return b"$%d\r\n%b\r\n" % (len(data), data)
 
 
 def _edges(name: str, edges: Mapping[str, frozenset[str]]) -> str:

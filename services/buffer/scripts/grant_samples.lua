@@ -32,7 +32,8 @@ local function grant(d, i, queue)
     end
   end
   local least = g.p < 0 and max(g.m, get('numbered') - rules.max_lag) or g.p
-  if queue == 'open' then call('ZREM', K.open, member) end
+  if queue == 'open' then dequeue('open', member) end
+  if queue == 'leases' and tonumber(call('ZSCORE', K.leases, member)) > 0 then add('expired', 1) end
   enqueue('leases', string.format('%.0f', now + rules.lease_ms), member)
   move(sample, 'leased')
   sample.a = sample.a + 1; sample.w = request.worker; sample.g = start_of(least)

@@ -24,7 +24,8 @@ for _, member in ipairs(expired) do
     local sample = g and g.s[i + 1]
     if sample and sample.st == 'scoring' then
       move(sample, 'unscored')
-      call('ZREM', K.scoring, member)
+      add('scoring_expired', 1)
+      dequeue('scoring', member)
       touch(d)
       grant(d, i, sample)
     end

@@ -49,13 +49,16 @@ end
 local writes = {bodies = {}, transcripts = {}, scores = {}, partials = {}}
 local deletes = {bodies = {}, transcripts = {}, scores = {}, partials = {}}
 local scores_of = {leases = {}, scoring = {}, open = {}}
+local removals = {leases = {}, scoring = {}, open = {}}
 local function put(name, member, value) local w = writes[name]; w[#w + 1] = member; w[#w + 1] = value end
+local function dequeue(name, member) local w = removals[name]; w[#w + 1] = member end
 local function forget(name, member) local w = deletes[name]; w[#w + 1] = member end
 local wake = {}
 
 local function finish(result, blobs)
   for name, list in pairs(writes) do flush(K[name], list, 'HSET') end
   for name, list in pairs(deletes) do flush(K[name], list, 'HDEL') end
+  for name, list in pairs(removals) do flush(K[name], list, 'ZREM') end
   for name, list in pairs(scores_of) do flush(K[name], list, 'ZADD') end
   local list, gone = {}, {}
   for d in pairs(groups_dirty) do
@@ -157,7 +160,7 @@ local function settle(d)
   move_group(g, closed and 'short' or 'complete')
   call('ZREM', K.unfinished, d)
   g.rid = call('XADD', K.ready, '*', 'draw', d)
-  wake.ready = true
+  if rules.pinned or get('g:complete') + get('g:short') >= rules.groups_per_batch then wake.ready = true end
 end
 local function fail(d, i, sample, reason)
   close(d, i, sample, 'failed')

@@ -8,7 +8,7 @@ local function take(size)
 end
 local function store(d, i, sample, item, body, transcript, score)
   local member = d .. ':' .. i
-  call('ZREM', K.leases, member)
+  dequeue('leases', member)
   unreserve(sample)
   if sample.lp then forget('partials', member) end
   hold(sample, 'lp', 0)

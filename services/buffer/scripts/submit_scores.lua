@@ -16,7 +16,7 @@ for n, lease in ipairs(request.leases) do
   elseif sample.st == 'scored' then
     outcomes[n] = 'accepted'
   else
-    call('ZREM', K.scoring, member)
+    dequeue('scoring', member)
     if sample.lt then forget('transcripts', member) end
     hold(sample, 'lt', 0)
     put('scores', member, score)

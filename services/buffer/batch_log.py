@@ -1,0 +1,164 @@
+"""The batch log: one object per numbered batch with its composition and all bodies. The truth for replay, fork and rescoring.
+
+`batches/<k:08d>.bin`, written once:
+
+    offset 0   8 bytes  magic "SLIPBAT1"
+           8   u64 LE   size of the serialized `Batch`
+          16   u32 LE   CRC-32C of it
+          20   u32 LE   0
+          24            `Batch` (references in it are absolute offsets into this object), then zeros
+     bodies             one SampleBody after the other, in the order of the members
+
+The bytes are a function of the ledger's records alone, so that whoever writes it, however often, writes the same.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Sequence
+
+from services.buffer.ledger import Composition
+from slipstream import seeds
+from slipstream.errors import NotFound, SlipstreamError
+from slipstream.objects import ObjectStore, Piece
+from slipstream.protos.buffer.v1 import batches_pb2
+from slipstream.protos.types.v1 import sample_pb2
+from slipstream.sample import crc32c
+
+_MAGIC = b"SLIPBAT1"
+_HEAD = struct.Struct("<8sQII")
+_VARINT = 10  # most bytes by which one offset can grow when the start of the bodies moves
+MESSAGE_BYTES = 1 << 20
+_CACHED_BYTES = 256 << 20
+
+
+def log_key(batch: int) -> str:
+    """Object key of batch k."""
+    return f"batches/{batch:08d}.bin"
+
+
+def build(run: str, seed: int, composition: Composition) -> tuple[batches_pb2.Batch, list[Piece]]:
+    """The `Batch` of a composition, and its log object in pieces (three, then the bodies). `seed` is that of the run."""
+    batch = _batch(run, seed, composition)
+    refs = [member.body for group in batch.groups for member in group.members]
+    start = _HEAD.size + batch.ByteSize() + _VARINT * len(refs)
+    start += -start % 64
+    offset = start
+    for ref in refs:
+        ref.offset = offset
+        offset += ref.size
+    header = batch.SerializeToString(deterministic=True)
+    padding = bytes(start - _HEAD.size - len(header))
+    bodies = [m.body for g in composition.groups for m in g.members]
+    return batch, [_HEAD.pack(_MAGIC, len(header), crc32c(header), 0), header, padding, *bodies]
+
+
+def _batch(run: str, seed: int, composition: Composition) -> batches_pb2.Batch:
+    key, epoch = log_key(composition.batch), composition.ledger_epoch
+    batch = batches_pb2.Batch(
+        run=run, batch=composition.batch, log_key=key, ledger_sequence=composition.ledger_sequence)
+    for draw, reason in composition.drops:
+        batch.drops.add(draw=sample_pb2.DrawId(ledger_epoch=epoch, number=draw), reason=reason)
+    for group in composition.groups:
+        draw = sample_pb2.DrawId(ledger_epoch=epoch, number=group.draw)
+        out = batch.groups.add(
+            draw=draw, group_size=group.group_size, lag=max(0, group.lag), mask_below_step=group.mask_below_step,
+            task=sample_pb2.Task(
+                environment=group.environment, index=group.task_index,
+                seed=seeds.task_seed(seed, group.environment, group.draw)))
+        for m in group.members:
+            member = out.members.add(
+                oldest_step=m.oldest_step, newest_step=m.newest_step, tokens=m.tokens, generated_tokens=m.generated_tokens)
+            member.sample.draw.CopyFrom(draw)
+            member.sample.index = m.index
+            member.body.key, member.body.size, member.body.crc32c = key, len(m.body), m.crc32c
+            member.score.ParseFromString(m.score)
+    return batch
+
+
+class BatchLog:
+    """Writes and reads batch log objects. Keeps the newest ones, which every rank is about to read, in memory."""
+
+    def __init__(self, store: ObjectStore, run: str, seed: int) -> None:
+        self._store, self._run, self._seed = store, run, seed
+        self._batches: OrderedDict[int, batches_pb2.Batch] = OrderedDict()
+        self._bodies: OrderedDict[int, list[bytes]] = OrderedDict()
+
+    async def write(self, composition: Composition) -> batches_pb2.Batch:
+        """Put the object if it is absent; durable when this returns."""
+        batch, pieces = build(self._run, self._seed, composition)
+        await self._store.put_if_absent(batch.log_key, pieces)
+        self._keep(batch, [m.body for g in composition.groups for m in g.members])
+        return batch
+
+    def known(self, batch: int) -> batches_pb2.Batch | None:
+        """A composition that this process has written or read lately."""
+        return self._batches.get(batch)
+
+    async def header(self, batch: int) -> batches_pb2.Batch:
+        """The composition of a logged batch. Raises NotFound."""
+        if batch in self._batches:
+            return self._batches[batch]
+        key = log_key(batch)
+        magic, size, checksum, _ = _HEAD.unpack(await self._store.get(key, 0, _HEAD.size))
+        data = await self._store.get(key, _HEAD.size, size) if magic == _MAGIC else b""
+        if magic != _MAGIC or crc32c(data) != checksum:
+            raise SlipstreamError(f"batch log {key} is damaged: its header does not match its checksum", "BATCH_LOG", key=key)
+        self._keep(found := batches_pb2.Batch.FromString(data), None)
+        return found
+
+    async def newest(self) -> int:
+        """Number of the newest logged batch; 0 without one."""
+        keys = await self._store.list("batches/")
+        return max((int(key.removeprefix("batches/").removesuffix(".bin")) for key in keys), default=0)
+
+    async def read(
+            self, batch: int, samples: Sequence[sample_pb2.SampleId]) -> AsyncIterator[batches_pb2.ReadBatchResponse]:
+        """Bodies of the members (all when `samples` is empty) in draw order, about 1 MB per message. Raises NotFound."""
+        header = await self.header(batch)
+        wanted = {(s.draw.ledger_epoch, s.draw.number, s.index) for s in samples}
+        members = [
+            (n, m) for n, m in enumerate(m for g in header.groups for m in g.members)
+            if not wanted or (m.sample.draw.ledger_epoch, m.sample.draw.number, m.sample.index) in wanted]
+        if wanted and len(members) < len(wanted):
+            missing = len(wanted) - len(members)
+            raise NotFound(f"batch {batch} lacks {missing} of the {len(wanted)} samples", "NO_MEMBER", batch=batch)
+        first = 0
+        while first < len(members):
+            last, size, begin = first, 0, members[first][1].body.offset
+            while last < len(members):
+                ref = members[last][1].body
+                size += ref.size
+                if last > first and (size > MESSAGE_BYTES or ref.offset + ref.size - begin > 4 * MESSAGE_BYTES):
+                    break
+                last += 1
+            yield await self._message(batch, members[first:last])
+            first = last
+
+    async def _message(
+            self, batch: int, members: Sequence[tuple[int, batches_pb2.BatchMember]]) -> batches_pb2.ReadBatchResponse:
+        response = batches_pb2.ReadBatchResponse()
+        cached = self._bodies.get(batch)
+        data, base = b"", 0
+        if cached is None:  # one read from the first to the last; what lies between is at most what was not asked for
+            base, end = members[0][1].body.offset, members[-1][1].body.offset + members[-1][1].body.size
+            data = await self._store.get(log_key(batch), base, end - base)
+        for number, member in members:
+            ref = member.body
+            body = cached[number] if cached else data[ref.offset - base:ref.offset - base + ref.size]
+            if cached is None and crc32c(body) != ref.crc32c:
+                raise SlipstreamError(
+                    f"batch log {ref.key} is damaged at byte {ref.offset}: the body does not match its checksum", "BATCH_LOG")
+            response.bodies.add(sample=member.sample, body=body, crc32c=ref.crc32c)
+        return response
+
+    def _keep(self, batch: batches_pb2.Batch, bodies: list[bytes] | None) -> None:
+        self._batches[batch.batch] = batch
+        while len(self._batches) > 8:
+            self._batches.popitem(last=False)
+        if bodies is not None:
+            self._bodies[batch.batch] = bodies
+            while len(self._bodies) > 1 and (
+                    len(self._bodies) > 4 or sum(map(len, (b for bs in self._bodies.values() for b in bs))) > _CACHED_BYTES):
+                self._bodies.popitem(last=False)

@@ -1,0 +1,94 @@
+"""What a worker hands in is checked here, before the ledger sees it.
+
+The checks are those of slipstream.sample; a body that plainly passes them is recognised straight from the message, without
+making arrays (8 µs instead of 30). Whatever is not plain goes the long way, which also finds the words for what is wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from services.buffer.front import to_lease
+from services.buffer.ledger import Partial, Submit
+from slipstream import sample
+from slipstream.errors import InvalidInput
+from slipstream.protos.buffer.v1 import samples_pb2
+from slipstream.protos.types.v1 import sample_pb2, tensor_pb2
+
+_INT32, _FLOAT32 = tensor_pb2.DTYPE_INT32, tensor_pb2.DTYPE_FLOAT32
+_EMPTY_SCORE = b"\x2a\x00"  # a Score with its empty `failure` written out
+Found = tuple[int, int, Sequence[tuple[int, int]]]  # tokens, generated tokens, distinct (step, incarnation)
+
+
+def checked_sample(wire: samples_pb2.SubmittedSample) -> Submit:
+    """A submitted sample: checksum, contents, header against body, score. Raises InvalidInput with the reason to count."""
+    lease = to_lease(wire.lease)
+    if wire.failure:
+        return Submit(lease, b"", 0, 0, 0, (), failure=wire.failure[:200])
+    body, checksum = wire.body, wire.crc32c
+    if sample.crc32c(body) != checksum:
+        raise InvalidInput(f"the body of draw {lease.draw} sample {lease.sample} has another crc32c; send it again", "CRC")
+    tokens, generated, steps = _plain(body) or _thorough(body)
+    told = (wire.tokens, wire.generated_tokens, wire.oldest_step, wire.newest_step)
+    if (found := (tokens, generated, steps[0][0], steps[-1][0])) != told:
+        raise InvalidInput(
+            f"tokens, generated_tokens, oldest_step, newest_step = {told}, but the body has {found}", "HEADER_MISMATCH")
+    if wire.HasField("score"):
+        return Submit(lease, body, checksum, tokens, generated, steps, score=checked_score(wire.score))
+    return Submit(lease, body, checksum, tokens, generated, steps, wire.transcript)
+
+
+def checked_partial(wire: samples_pb2.PartialSample) -> Partial:
+    """A partial: checksum and form. It may have no generated token yet."""
+    if sample.crc32c(wire.body) != wire.crc32c:
+        raise InvalidInput("the body of a partial has another crc32c; send it again", "CRC")
+    return Partial(to_lease(wire.lease), wire.body, _steps(sample.decode(wire.body)), wire.release)
+
+
+def checked_score(score: sample_pb2.Score) -> bytes:
+    """A score as stored. Never empty, since no bytes mean "no score" (a scalar of 0 serializes to nothing)."""
+    if score.per_turn or score.components or score.HasField("per_token") or not math.isfinite(score.scalar):
+        sample.validate_score(score)
+    return score.SerializeToString() or _EMPTY_SCORE
+
+
+def _plain(body: bytes) -> Found | None:
+    """What the ledger needs of a body, if all is well with it and it has one segment without routes."""
+    try:
+        message = sample_pb2.SampleBody.FromString(body)
+    except DecodeError:
+        return None
+    if len(message.segments) != 1:
+        return None
+    segment = message.segments[0]
+    tokens, logprobs, runs, spans = segment.tokens, segment.logprobs, segment.loss_mask_runs, segment.versions
+    count, generated = len(tokens.data) >> 2, len(logprobs.data) >> 2
+    if segment.HasField("routes") or segment.HasField("parent") or not generated or (
+            tokens.dtype, list(tokens.shape), logprobs.dtype, list(logprobs.shape)) != (_INT32, [count], _FLOAT32, [generated]):
+        return None
+    if len(tokens.data) != count * 4 or len(logprobs.data) != generated * 4 or sum(runs) != count or (
+            sum(runs[1::2]) != generated):
+        return None
+    values = np.frombuffer(logprobs.data, np.float32)
+    if not (values.max() <= 0 and values.min() > -math.inf):  # a NaN fails both
+        return None
+    if len(spans) == 1:
+        span = spans[0]
+        return (count, generated, [(span.step, span.incarnation)]) if span.length == generated else None
+    if sum(span.length for span in spans) != generated:
+        return None
+    return count, generated, sorted({(span.step, span.incarnation) for span in spans})
+
+
+def _thorough(body: bytes) -> Found:
+    decoded = sample.decode(body)
+    sample.validate(decoded)
+    return decoded.tokens, decoded.generated_tokens, _steps(decoded)
+
+
+def _steps(decoded: sample.Sample) -> list[tuple[int, int]]:
+    return sorted({(span.step, span.incarnation) for segment in decoded.segments for span in segment.spans})

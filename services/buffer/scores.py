@@ -1,0 +1,66 @@
+"""ScoreService: hop 3.
+
+Consumes: LeaseUnscored, HeartbeatScoring, SubmitScores of reward workers.
+Produces: scoring leases with transcripts; scored samples, and by them complete groups.
+Waits for: an unscored sample (long poll). Unblocked by: a submitted sample, a lapsed scoring lease, the end of the wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from services.buffer.boundary import checked_score
+from services.buffer.fold import Fold
+from services.buffer.front import OK, Front, TaskSeeds, from_lease, require, to_lease
+from services.buffer.ledger import Outcome, Scored
+from slipstream import rpc
+from slipstream.errors import SlipstreamError
+from slipstream.protos.buffer.v1 import scores_pb2, scores_pb2_grpc
+
+_MOST_SAMPLES = 4096
+
+
+class ScoreServicer(scores_pb2_grpc.ScoreServiceServicer):
+    def __init__(self, front: Front) -> None:
+        self._front = front
+        self._submit: Fold[Scored, Outcome] = Fold(front.ledger.submit_scores, lambda s: len(s.score))
+        self._ttl = rpc.duration(front.ledger.rules.scoring_lease_ms / 1000)
+
+    async def LeaseUnscored(self, request: scores_pb2.LeaseUnscoredRequest, context: Any) -> scores_pb2.LeaseUnscoredResponse:
+        front = self._front
+        require(bool(request.worker), "worker", request.worker, "name the worker, for logs and for those who wait for it")
+        require(request.max_samples > 0, "max_samples", request.max_samples, "ask for at least one")
+        count = min(request.max_samples, _MOST_SAMPLES)
+        grants = await front.changes.poll(
+            "unscored", rpc.seconds(request.wait), lambda: front.ledger.grant_scoring(request.worker, count), len)
+        response, task_seeds = scores_pb2.LeaseUnscoredResponse(ttl=self._ttl), TaskSeeds(front.ledger.rules.seed)
+        for grant in grants:
+            out = response.samples.add(transcript=grant.transcript)
+            from_lease(out.lease, grant.lease)
+            out.task.environment, out.task.index = grant.environment, grant.task_index
+            out.task.seed = task_seeds.of(grant.environment, grant.lease.draw)
+        return response
+
+    async def HeartbeatScoring(
+            self, request: scores_pb2.HeartbeatScoringRequest, context: Any) -> scores_pb2.HeartbeatScoringResponse:
+        leases = [to_lease(wire) for wire in request.leases]
+        outcomes = await self._front.ledger.heartbeat_scoring(leases) if leases else []
+        return scores_pb2.HeartbeatScoringResponse(
+            statuses=[self._front.status(o, lease) for o, lease in zip(outcomes, leases, strict=True)])
+
+    async def SubmitScores(self, request: scores_pb2.SubmitScoresRequest, context: Any) -> scores_pb2.SubmitScoresResponse:
+        front, scored, statuses = self._front, [], []
+        for wire in request.scores:
+            try:
+                scored.append(Scored(to_lease(wire.lease), checked_score(wire.score)))
+                statuses.append(OK)
+            except SlipstreamError as error:
+                statuses.append(front.rejected(error))
+        outcomes: Sequence[Outcome] = await self._submit(scored)
+        pairs = iter(zip(outcomes, scored, strict=True))
+        for n, status in enumerate(statuses):
+            if not status.code:
+                outcome, item = next(pairs)
+                statuses[n] = front.status(outcome, item.lease, outdated_is_ok=True)
+        return scores_pb2.SubmitScoresResponse(statuses=statuses)
