@@ -41,6 +41,7 @@ from slipstream.service import ServiceContext
 
 RPC_TIMEOUT_S = 20.0
 WRITE_TIMEOUT_S = 600.0
+STOP_S = 20.0  # a stop waits this long for the last checkpoint's commit; the next start commits it again anyway
 WINDOW = 10  # steps whose mean reward is compared with run.target_reward
 
 T = TypeVar("T")
@@ -116,6 +117,7 @@ class TrainerLoop:
             self.step = self.checkpoint_step = header.step
             self._rewards.extend(header.notes.get("rewards", []))
             self._submitted = (-1, header.step)
+            await self._commit(header)  # a predecessor may have died before it could
         self.records.resume(self.step)
         self.publisher = Publisher(
             self.context, self.incarnation, await self._in_torch(self.learner.files), self.telemetry.publish_seconds.observe)
@@ -211,11 +213,7 @@ class TrainerLoop:
                     notes={"rewards": rewards})
 
         header = await rpc.call_until(save, None, WRITE_TIMEOUT_S, self.waits, f"checkpoint {step} to be written", self.clock)
-        if step:
-            await rpc.call_until(
-                self._batches.CommitBatches, batches_pb2.CommitBatchesRequest(
-                    incarnation=self.incarnation, through_batch=step, checkpoint_key=header.manifest_key),
-                RPC_TIMEOUT_S, self.waits, f"the commit of batch {step}", self.clock)
+        await self._commit(header)
         self.checkpoint_step = step
         self.telemetry.checkpoint_step.set(step)
         self.telemetry.checkpoint_seconds.observe(self.clock.monotonic() - started)
@@ -225,6 +223,13 @@ class TrainerLoop:
         except SlipstreamError as error:
             log.warning(f"older checkpoints could not be deleted: {error.message}")
 
+    async def _commit(self, header: Header) -> None:
+        if header.step:
+            await rpc.call_until(
+                self._batches.CommitBatches, batches_pb2.CommitBatchesRequest(
+                    incarnation=self.incarnation, through_batch=header.step, checkpoint_key=header.manifest_key),
+                RPC_TIMEOUT_S, self.waits, f"the commit of batch {header.step}", self.clock)
+
     async def _drain_checkpoint(self) -> None:
         if self._checkpointing is not None:
             with self.waits.on("the former checkpoint to be written and committed"):
@@ -232,13 +237,19 @@ class TrainerLoop:
 
     async def _end(self) -> None:
         """Leave everything durable. When the run is finished, also the last version and a Hugging Face model."""
-        if not self.stopping.is_set() and self._submitted[0] < self.step:
+        if self.stopping.is_set():
+            try:
+                async with asyncio.timeout(STOP_S):
+                    await self._checkpoint()
+                    await self._drain_checkpoint()
+            except TimeoutError:
+                log.warning(f"stopping without the commit of batch {self.step}: the buffer or the store did not answer")
+            return
+        if self._submitted[0] < self.step:
             await self._publish(await self._in_torch(self.learner.weights))
         await self._checkpoint()
         await self.publisher.drain()
         await self._drain_checkpoint()
-        if self.stopping.is_set():
-            return
         folder = self.settings.folder / "model"
         await self._in_torch(self._save_model, folder)
         log.info(f"run finished after step {self.step}: the model is in {folder}", step=self.step)
@@ -268,6 +279,7 @@ class TrainerLoop:
     def _show(self) -> None:
         self.telemetry.step.set(self.step)
         self.telemetry.incarnation.set(self.incarnation)
+        self.context.figures.clear()
         self.context.figures.update(
             {name: float(v) for name, v in self.last.items() if isinstance(v, (int, float))}, step=self.step,
             steps=self.settings.run.steps, checkpoint_step=self.checkpoint_step)

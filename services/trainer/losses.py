@@ -75,8 +75,9 @@ def divergence(
     """How far pi is from mu on the trained tokens. `log_ratio_M` = log pi - log mu at this step's (only) forward pass.
 
     k3: mean of r - 1 - log r, an unbiased, never negative estimate of KL(mu || pi) (Schulman, "Approximating KL divergence").
-    gap_*: mean and largest |log pi - log mu| of all tokens; gap_fresh_* of those at lag 0, where the weights are the same and
-    only the two implementations differ; gap_stale_* of the rest, where the policy has moved as well; None when there are none.
+    gap_*: mean and largest |log pi - log mu| of all tokens; gap_fresh_* of those at lag 0 in segments of one version, where the
+    weights are the same and only the two implementations differ; gap_stale_* of the rest, where the policy has moved, or the
+    sampler went on with a cache of older weights (negative lag here); None when there are none.
     clip_share: share of tokens whose gradient the clip removes. ess: effective sample size of the weights r, as a share.
     """
     if not len(log_ratio_M):
@@ -91,7 +92,7 @@ def divergence(
         "clip_share": float(clipped_M.mean()),
         "ess": float(ratio_M.sum() ** 2 / (len(ratio_M) * (ratio_M**2).sum())),
     }
-    for name, chosen_M in (("gap", lags_M >= 0), ("gap_fresh", lags_M == 0), ("gap_stale", lags_M > 0)):
+    for name, chosen_M in (("gap", np.ones(len(lags_M), bool)), ("gap_fresh", lags_M == 0), ("gap_stale", lags_M != 0)):
         gap_M = np.abs(log_ratio_M[chosen_M])
         out[f"{name}_mean"] = float(gap_M.mean()) if len(gap_M) else None
         out[f"{name}_max"] = float(gap_M.max()) if len(gap_M) else None

@@ -25,6 +25,7 @@ from slipstream.errors import InvalidInput
 from slipstream.sample import Sample, Segment
 
 PAD_ID = 0  # any id would do
+MIXED = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Row:
     index: np.ndarray  # int64 [M]: position in `inputs` that predicts the token
     targets: np.ndarray  # int32 [M]
     behaviour: np.ndarray  # float32 [M]: log-probability under the sampler
-    lags: np.ndarray  # int64 [M]
+    lags: np.ndarray  # int64 [M]: of the token, or MIXED where the segment's cache was filled by several versions
     advantage: float
 
 
@@ -133,7 +134,8 @@ def _row(segment: Segment, step: int, mask_below_step: int, advantage: float, pl
     if not kept.any():
         return None
     positions = positions[kept]
-    lags = step - 1 - steps[kept]
+    versions = {(span.version, span.incarnation) for span in segment.spans}
+    lags = step - 1 - steps[kept] if len(versions) == 1 else np.full(len(positions), MIXED)
     return Row(segment.tokens[:-1], positions - 1, segment.tokens[positions], segment.logprobs[kept], lags, advantage)
 
 

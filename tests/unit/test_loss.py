@@ -88,7 +88,7 @@ def test_log_probabilities_and_entropy_by_hand():
 
 def test_divergence_by_hand():
     """Fresh tokens (lag 0) and stale ones are told apart; k3 is 0 only where nothing moved."""
-    found = divergence(np.log([1.0, 1.1, 0.5]), np.array([1.0, -1.0, -1.0]), np.array([0, 0, 2]), clip_low=0.2, clip_high=0.28)
+    found = divergence(np.log([1.0, 1.1, 0.5]), np.array([1.0, -1.0, -1.0]), np.array([0, 0, -1]), clip_low=0.2, clip_high=0.28)
     assert found["k3"] == pytest.approx((0 + (0.1 - math.log(1.1)) + (-0.5 - math.log(0.5))) / 3)
     assert found["ratio_max"] == pytest.approx(1.1)
     assert found["clip_share"] == pytest.approx(1 / 3)
