@@ -16,7 +16,6 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -36,6 +35,7 @@ from slipstream.environment import (
     Step,
     Task,
 )
+from slipstream.environments.threads import DaemonThreads
 from slipstream.errors import ConfigError, Conflict, Exhausted, Fenced, NotFound, OutOfRange, SlipstreamError
 
 THREADS = 16  # plain methods of this many episodes run at once
@@ -64,8 +64,9 @@ class Episodes:
         self.started, self.failed = 0, 0
         self._idle_s, self._clock, self._swept = idle_s, clock, clock()
         self._records: dict[str, _Record] = {}
+        self._over: set[str] = set()  # done or failed, kept for repeats only: they take no room of max_episodes
         self._inline = _inline_methods(environment)
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix=f"environment-{self.name}")
+        self._threads = DaemonThreads(THREADS, f"environment-{self.name}")
 
     def __len__(self) -> int:
         return len(self._records)
@@ -99,6 +100,7 @@ class Episodes:
     def close(self, episodes: Iterable[str]) -> None:
         """Forget episodes; unknown ones are fine."""
         for name in episodes:
+            self._over.discard(name)
             if record := self._records.pop(name, None):
                 for answer in record.answers:
                     answer.cancel()
@@ -106,7 +108,7 @@ class Episodes:
     def stop(self) -> None:
         """Forget everything. A thread that hangs in user code is left behind, it cannot be stopped."""
         self.close(list(self._records))
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.stop()
 
     def _begin(self, item: EpisodeReset) -> asyncio.Future[Any] | SlipstreamError:
         task, environment = item.task, self.environment
@@ -120,7 +122,7 @@ class Episodes:
             return OutOfRange(
                 f"environment {self.name} has {environment.tasks} tasks; index {task.index} is beyond the end", "TASK_INDEX",
                 environment=self.name, index=task.index)
-        if environment.max_episodes and len(self._records) >= environment.max_episodes:
+        if environment.max_episodes and len(self._records) - len(self._over) >= environment.max_episodes:
             return Exhausted(
                 f"environment {self.name} runs max_episodes = {environment.max_episodes} already; close some or serve it again",
                 "MAX_EPISODES", 1.0, environment=self.name)
@@ -154,7 +156,7 @@ class Episodes:
         assert episode is not None, "the reset has succeeded"
         episode.turn = item.sequence
         call = partial(self.environment.step, episode, item.action)
-        record.answers.append(self._run(item.episode, "step", call, self._stepped))
+        record.answers.append(self._run(item.episode, "step", call, partial(self._stepped, item.episode)))
         return record.answers[-1]
 
     def _run(self, episode: str, kind: str, call: Callable[[], Any], check: Callable[[Any], Any]) -> asyncio.Future[Any]:
@@ -172,7 +174,7 @@ class Episodes:
         try:
             if inspect.iscoroutinefunction(getattr(self.environment, kind)):
                 return check(await call())
-            value = await asyncio.get_running_loop().run_in_executor(self._threads, call)
+            value = await self._threads.run(call)
             return check(await value if inspect.isawaitable(value) else value)
         except Exception as error:
             return self._failure(episode, kind, error)
@@ -180,6 +182,8 @@ class Episodes:
     def _failure(self, episode: str, kind: str, error: Exception) -> SlipstreamError:
         """An exception of user code as a value that names environment, episode and exception."""
         self.failed += 1
+        if episode in self._records:
+            self._over.add(episode)
         where = traceback.extract_tb(error.__traceback__)
         place = f" ({Path(where[-1].filename).name}:{where[-1].lineno})" if where else ""
         text = f"{type(error).__name__}: {error}"
@@ -202,7 +206,7 @@ class Episodes:
         record.episode = Episode(episode, record.task, reset)
         return reset
 
-    def _stepped(self, value: Any) -> Step:
+    def _stepped(self, episode: str, value: Any) -> Step:
         if not isinstance(value, Step):
             raise TypeError(f"step returned {type(value).__name__}; return a Step")
         if isinstance(value.observation, str):
@@ -212,6 +216,8 @@ class Episodes:
             raise ValueError(f"step returned {bad} = {numbers[bad]}; a finite number is needed")
         if not value.done and value.observation is None:
             raise ValueError("step returned neither an observation nor done = True; the model has nothing to answer")
+        if value.done and episode in self._records:
+            self._over.add(episode)
         return value
 
     async def _gather(

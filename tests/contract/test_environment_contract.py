@@ -128,8 +128,9 @@ async def test_a_hanging_episode_is_a_time_out_value(client):
 
 
 async def test_too_many_episodes_are_told_to_come_back(client):
-    """Beyond max_episodes an item is RESOURCE_EXHAUSTED with a delay; closing makes room."""
+    """Beyond max_episodes an item is RESOURCE_EXHAUSTED with a delay; closing makes room. Failed episodes take none."""
     async with client("Broken") as c:
+        await c.reset([EpisodeReset(f"failed{i}", Task(1, 0)) for i in range(5)])
         results = await c.reset([EpisodeReset(f"e{i}", Task(0, 0)) for i in range(21)])
         assert isinstance(results[20], Exhausted) and results[20].retry_s == 1.0
         await c.close(["e0"])

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import signal
 import socket
 import sys
@@ -17,7 +16,7 @@ from slipstream import config, rpc
 from slipstream.environment import Action, EpisodeReset, EpisodeStep, Reset, Task, connect, describe
 from slipstream.environments.remote import RemoteEnvironment, is_loopback
 from slipstream.environments.server import EnvironmentServer
-from slipstream.errors import ConfigError, NotFound
+from slipstream.errors import ConfigError, NotFound, SlipstreamError
 from slipstream.lifecycle import SystemClock, Waits
 from slipstream.protos.environment.v1 import environment_pb2 as pb
 from slipstream.protos.environment.v1.environment_pb2_grpc import EnvironmentServiceStub
@@ -37,16 +36,14 @@ def at(address: str, **more) -> config.Environment:
 
 
 @contextlib.asynccontextmanager
-async def served_example(*options: str):
-    """examples/own-environment as its README serves it; yields (process, address)."""
+async def served(entry: str, folder: Path):
+    """`slipstream env serve entry` in `folder`; yields (process, the line that it prints)."""
     process = await asyncio.create_subprocess_exec(
-        Path(sys.executable).with_name("slipstream"), "env", "serve", "my_env:Reverse", *options, cwd=EXAMPLE,
-        stdout=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+        Path(sys.executable).with_name("slipstream"), "env", "serve", entry, cwd=folder, stdout=asyncio.subprocess.PIPE)
     try:
         async with asyncio.timeout(30):
             line = (await process.stdout.readline()).decode()
-        assert line.startswith("environment Reverse (a task for every index, scorer exact) at 127.0.0.1:"), line
-        yield process, line.split()[-1]
+        yield process, line
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
@@ -56,8 +53,9 @@ async def served_example(*options: str):
 async def test_ten_lines_are_an_environment():
     """The example file has at most ten lines, serves by one command, answers a run, and stops on Ctrl-C with exit code 0."""
     assert len((EXAMPLE / "my_env.py").read_text().splitlines()) <= 10
-    async with served_example() as (process, address):
-        async with connect(at(address)) as client:
+    async with served("my_env:Reverse", EXAMPLE) as (process, line):
+        assert line.startswith("environment Reverse (a task for every index, scorer exact) at 127.0.0.1:")
+        async with connect(at(line.split()[-1])) as client:
             assert (client.description.scorer, client.description.tasks) == ("exact", 0)
             [reset] = await client.reset([EpisodeReset("e", Task(5, 9))])
             assert reset.text == reset.answer[::-1] + "=" and reset.scorer == "exact"
@@ -164,3 +162,18 @@ async def test_a_request_without_an_episode_name_is_refused_as_a_whole():
         stub = EnvironmentServiceStub(channel)
         with pytest.raises(Exception, match=r"episodes\[0\]\.episode is empty"):
             await rpc.call(stub.Reset, pb.ResetRequest(episodes=[pb.EpisodeReset(task=sample_pb2.Task(index=1))]), 5)
+
+
+async def test_a_hanging_call_does_not_hold_up_the_end_of_the_process(tmp_path):
+    """User code that never returns is given up after step_timeout_s; the server still stops on one SIGTERM, exit code 0."""
+    (tmp_path / "sticky.py").write_text(
+        "import time\nfrom slipstream.environment import Environment\n\n\nclass Sticky(Environment):\n"
+        "    def reset(self, task):\n        time.sleep(1000)\n")
+    async with (
+        served("sticky:Sticky", tmp_path) as (process, line),
+        connect(at(line.split()[-1], step_timeout_s=0.2)) as client,
+    ):
+        [late] = await client.reset([EpisodeReset("e", Task(0, 0))])
+        assert isinstance(late, SlipstreamError) and late.reason == "TIMEOUT"
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), 10) == 0
