@@ -1,8 +1,8 @@
 """The Redis ledger equals the readable in-memory model, transition for transition, under random programs.
 
-Hypothesis writes the programs (grant, heartbeat, expiry, submit, repeat, old attempts, partials, release, score, number, commit,
-publish, restart of the trainer, several environments and over-lag policies). After every operation both ledgers must have
-given the same answer, hold the same contents, and add up.
+Hypothesis writes the programs (grant, heartbeat, expiry, submit, repeat, old attempts, partials, release, score, number,
+commit, publish, restart of the trainer, several environments and over-lag policies). After every operation both ledgers must
+have given the same answer, hold the same contents, and add up.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from tests.redis_server import RedisProcess, redis_process
 
 TASKS = {"a": 5, "b": 0, "c": 3}
 FREE = Rules(
-    run="model", seed=7, steps=6, groups_per_batch=2, group_size=2, max_lag=1, pinned=False, lease_ms=1000, scoring_lease_ms=700,
-    max_attempts=3, group_timeout_ms=9000, quota_bytes=2500, sample_bytes=60, keep_versions=2,
+    run="model", seed=7, steps=6, groups_per_batch=2, group_size=2, max_lag=1, pinned=False, lease_ms=1000,
+    scoring_lease_ms=700, max_attempts=3, group_timeout_ms=9000, quota_bytes=2500, sample_bytes=60, keep_versions=2,
     over_lag={"a": "wait", "b": "mask", "c": "drop"}, weights={"a": 2.0, "b": 1.0, "c": 1.0})
 PINNED = dataclasses.replace(FREE, pinned=True, group_timeout_ms=0)
 
@@ -147,8 +147,8 @@ async def act(pair: Pair, op: str, pick: int, amount: int) -> None:
         for lease in some(pair.leases):
             body = b"body %d %d %d" % (lease.draw, lease.sample, pick % 13 == 0) * (1 + pick % 3)
             score = b"" if pick % 4 else b"score"
-            submits.append(Submit(
-                older(lease), body, len(body), 5, 3, sorted(steps), b"" if score else b"text", score, "" if pick % 17 else "broke"))
+            failure, transcript = "" if pick % 17 else "broke", b"" if score else b"text"
+            submits.append(Submit(older(lease), body, len(body), 5, 3, sorted(steps), transcript, score, failure))
         await pair.both("submit_samples", submits)
     elif op == "partial":
         partials = [Partial(older(lease), b"part", sorted(steps) * (pick % 2), pick % 3 == 0) for lease in some(pair.leases)]
@@ -229,16 +229,32 @@ async def act_trainer(pair: Pair, op: str, newest: int, pick: int, amount: int) 
         await pair.both("grace")
 
 
-OPERATIONS = (
-    ["flow"] * 9 + ["grant"] * 3 + ["submit"] * 3 + ["grant_scoring"] * 2 + ["score"] * 3 + ["number"] * 3 + ["publish"] * 3 + ["time"] * 2 + [
-        "heartbeat_samples", "release_samples", "partial", "heartbeat_scoring", "commit", "incarnation", "hold", "grace", "rebuild"])
+WEIGHTS = {
+    "flow": 9, "grant": 3, "submit": 3, "grant_scoring": 2, "score": 3, "number": 3, "publish": 3, "time": 2,
+    "heartbeat_samples": 1, "release_samples": 1, "partial": 1, "heartbeat_scoring": 1, "commit": 1, "incarnation": 1,
+    "hold": 1, "grace": 1, "rebuild": 1}
+OPERATIONS = [name for name, weight in WEIGHTS.items() for _ in range(weight)]
 PROGRAM = st.lists(st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 400), st.integers(1, 8)), min_size=15, max_size=50)
+QUIET = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=QUIET)
 @given(program=PROGRAM, pinned=st.booleans())
 def test_redis_equals_the_model(server: RedisProcess, program: list[tuple[str, int, int]], pinned: bool) -> None:
     """Any program: equal answers, equal contents, a balance that adds up."""
+    run_program(server, program, pinned)
+
+
+@pytest.mark.slow
+@settings(max_examples=150, deadline=None, suppress_health_check=QUIET)
+@given(program=PROGRAM, pinned=st.booleans())
+def test_redis_equals_the_model_in_many_programs(
+        server: RedisProcess, program: list[tuple[str, int, int]], pinned: bool) -> None:
+    """The same, longer."""
+    run_program(server, program, pinned)
+
+
+def run_program(server: RedisProcess, program: list[tuple[str, int, int]], pinned: bool) -> None:
     async def run() -> None:
         pair = Pair(server.url, PINNED if pinned else FREE)
         await pair.client.flushall()

@@ -1,0 +1,197 @@
+"""The small parts of the buffer: transition tables, task cursor, folded calls, batch log, boundary checks, server checks."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from services.buffer import transitions
+from services.buffer.batch_log import BatchLog, build
+from services.buffer.boundary import checked_sample, checked_score
+from services.buffer.changes import Changes
+from services.buffer.cursor import TaskCursor, permute
+from services.buffer.fold import Fold
+from services.buffer.ledger import BatchedGroup, Composition, Member, Rules, Waiting
+from services.buffer.redis_ledger import connect, verify
+from services.buffer.sentences import batch_sentence
+from slipstream import sample
+from slipstream.errors import ConfigError, InvalidInput, NotFound, SlipstreamError
+from slipstream.objects import FileStore
+from slipstream.protos.buffer.v1 import samples_pb2
+from slipstream.protos.types.v1 import sample_pb2
+from tests.redis_server import redis_process
+
+SAMPLE = {
+    ("open", "leased"), ("leased", "leased"), ("leased", "partial"), ("leased", "unscored"), ("leased", "scored"),
+    ("partial", "leased"), ("unscored", "scoring"), ("scoring", "scored"), ("scoring", "unscored"),
+    ("open", "closed"), ("leased", "closed"), ("partial", "closed"), ("unscored", "closed"), ("scoring", "closed")}
+GROUP = {
+    ("open", "complete"), ("open", "short"), ("complete", "batched"), ("short", "batched"), ("complete", "evaluated"),
+    ("short", "evaluated"), ("batched", "committed"), ("open", "dropped"), ("complete", "dropped"), ("short", "dropped"),
+    ("batched", "dropped")}
+
+
+@pytest.mark.parametrize("edges, table, check", [
+    (SAMPLE, transitions.SAMPLE_EDGES, transitions.check_sample), (GROUP, transitions.GROUP_EDGES, transitions.check_group)])
+def test_no_other_edges(edges, table, check) -> None:
+    """Exactly the edges of the architecture; every other pair of states is refused."""
+    for old, new in itertools.product(table, table):
+        if (old, new) in edges:
+            check(old, new)
+        else:
+            with pytest.raises(transitions.RefusedTransition):
+                check(old, new)
+
+
+def test_an_epoch_has_every_task_once_and_the_next_another_order() -> None:
+    for size in (1, 2, 7, 64, 1000):
+        assert sorted(permute(i, size, 5) for i in range(size)) == list(range(size))
+    cursor = TaskCursor(3, {"a": 1.0}, {"a": 50})
+    epochs = [[cursor.index("a", 50 * e + i) for i in range(50)] for e in range(2)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(50))
+    assert epochs[0] != epochs[1] and epochs[0] != list(range(50))
+
+
+def test_the_mix_follows_the_weights_and_the_counts_the_draws() -> None:
+    """3 : 1 within noise; counts before a draw, computed from the mix alone, equal those of drawing one by one."""
+    cursor = TaskCursor(3, {"a": 3.0, "b": 1.0}, {"a": 0, "b": 10})
+    drawn = list(itertools.islice(cursor.proposals(0, {}), 1000))
+    share = sum(name == "a" for name, _ in drawn) / 1000
+    assert 0.70 < share < 0.80
+    assert cursor.counts_before(1000) == {"a": round(share * 1000), "b": 1000 - round(share * 1000)}
+    assert list(itertools.islice(cursor.proposals(400, cursor.counts_before(400)), 5)) == drawn[400:405]
+
+
+async def test_calls_that_arrive_together_become_one() -> None:
+    """The first call starts at once; those that come while it runs share the next. Everybody gets their own results."""
+    seen, gate, started = [], asyncio.Event(), asyncio.Event()
+
+    async def apply(items: list[int]) -> list[int]:
+        seen.append(list(items))
+        started.set()
+        await gate.wait()
+        return [-i for i in items]
+
+    fold = Fold(apply, size=lambda item: 1)
+    calls = [asyncio.create_task(fold([0, 10]))]
+    await started.wait()
+    calls += [asyncio.create_task(fold([n, n + 10])) for n in range(1, 4)]
+    await asyncio.sleep(0)  # each call has queued its items
+    calls[1].cancel()
+    gate.set()
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    assert seen == [[0, 10], [1, 11, 2, 12, 3, 13]]
+    assert results[0] == [0, -10] and results[2:] == [[-2, -12], [-3, -13]]
+    assert isinstance(results[1], asyncio.CancelledError)
+
+
+async def test_a_poll_sees_a_change_that_comes_while_it_looks() -> None:
+    changes, looks = Changes(slow_poll_s=60), []
+
+    async def look() -> int:
+        looks.append(1)
+        if len(looks) == 1:
+            changes.notify(["ready"])  # between the look and the wait
+        return len(looks)
+
+    assert await changes.poll("ready", 30, look, lambda n: n == 2) == 2
+
+
+def composition(count: int = 5) -> Composition:
+    groups = [
+        BatchedGroup(d, "sort", d * 7, 2, 1, 0, [
+            Member(i, b"%d-%d" % (d, i) * 400, sample.crc32c(b"%d-%d" % (d, i) * 400), b"", 3, 4, 9, 5) for i in range(2)])
+        for d in range(count)]
+    return Composition(12, 1, 99, groups, [(77, "lag")])
+
+
+async def test_the_batch_log_gives_back_every_body(tmp_path: Path) -> None:
+    """Written once; a reader without the writer's memory finds the same composition and bodies; other bytes are named."""
+    store = FileStore(tmp_path)
+    written = await BatchLog(store, "r", 1).write(composition())
+    reader = BatchLog(store, "r", 1)
+    assert await reader.header(12) == written
+    bodies = [b async for message in reader.read(12, []) for b in message.bodies]
+    assert [b.body for b in bodies] == [m.body for g in composition().groups for m in g.members]
+    chosen = [written.groups[3].members[1].sample, written.groups[1].members[0].sample]
+    picked = [b.body async for m in reader.read(12, chosen) for b in m.bodies]
+    assert picked == [b"1-0" * 400, b"3-1" * 400]
+    assert await reader.newest() == 12
+    with pytest.raises(NotFound, match="lacks 1 of the 1"):
+        [m async for m in reader.read(12, [sample_pb2.SampleId(index=9)])]
+    path = tmp_path / "batches/00000012.bin"
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + b"?")
+    with pytest.raises(SlipstreamError, match="damaged"):
+        [m async for m in BatchLog(store, "r", 1).read(12, [])]
+
+
+def test_the_batch_log_is_a_function_of_the_ledger() -> None:
+    """Whoever writes it, however often, writes the same bytes; references point at the bodies."""
+    batch, pieces = build("r", 1, composition())
+    assert build("r", 1, composition()) == (batch, pieces)
+    data = b"".join(bytes(p) for p in pieces)
+    for group in batch.groups:
+        for member in group.members:
+            ref = member.body
+            assert sample.crc32c(data[ref.offset:ref.offset + ref.size]) == ref.crc32c
+
+
+def wire(logprobs: list[float], **fields) -> samples_pb2.SubmittedSample:
+    segment = sample.Segment(
+        np.arange(8, dtype=np.int32), np.arange(8) >= 8 - len(logprobs), np.asarray(logprobs, np.float32),
+        (sample.Span(4, 2, 1, len(logprobs)),))
+    body = sample.encode(sample.Sample([segment]))
+    told = {"tokens": 8, "generated_tokens": len(logprobs), "oldest_step": 2, "newest_step": 2, "crc32c": sample.crc32c(body)}
+    return samples_pb2.SubmittedSample(body=body, **(told | fields))
+
+
+def test_bad_samples_are_refused_with_a_reason() -> None:
+    good = checked_sample(wire([-1.0, -2.0]))
+    assert (good.tokens, good.generated_tokens, list(good.steps)) == (8, 2, [(2, 1)])
+    for submitted, reason in [
+            (wire([-1.0], crc32c=1), "CRC"), (wire([-1.0], tokens=9), "HEADER_MISMATCH"),
+            (wire([-1.0], oldest_step=1), "HEADER_MISMATCH"), (wire([float("nan")]), "NON_FINITE_LOGPROB"),
+            (wire([float("-inf")]), "NON_FINITE_LOGPROB"), (wire([0.5]), "POSITIVE_LOGPROB"), (wire([]), "NO_GENERATED_TOKENS"),
+            (wire([-1.0], score=sample_pb2.Score(scalar=float("nan"))), "NON_FINITE_SCORE")]:
+        with pytest.raises(InvalidInput) as error:
+            checked_sample(submitted)
+        assert error.value.reason == reason
+    assert checked_score(sample_pb2.Score()) != b""  # a score of 0 is a score
+
+
+async def test_a_server_that_would_lose_samples_is_refused(tmp_path: Path) -> None:
+    """always needs appendfsync always, everysec at least everysec; an evicting server never fits."""
+    with redis_process(tmp_path, appendfsync="everysec") as server:
+        client = connect(server.url)
+        await verify(client, "everysec")
+        await verify(client, "memory")
+        with pytest.raises(ConfigError, match="appendfsync"):
+            await verify(client, "always")
+        await client.config_set("appendonly", "no")
+        with pytest.raises(ConfigError, match="append-only"):
+            await verify(client, "everysec")
+        await client.config_set("maxmemory-policy", "allkeys-lru")
+        with pytest.raises(ConfigError, match="noeviction"):
+            await verify(client, "memory")
+        await client.aclose()
+
+
+def test_a_wait_names_what_is_missing_and_who_has_it() -> None:
+    facts = {"batch": 7, "unfinished": 3, "of": 64, "undrawn": 0, "draw": 401, "state": "leased", "worker": "rollout-1"}
+    assert batch_sentence(Waiting("unfinished", facts)) == (
+        "batch 7: 3 of 64 groups unfinished, oldest draw 401 leased by rollout-1")
+
+
+def test_rules_come_from_the_run_file() -> None:
+    from slipstream.config import parse
+
+    run = parse({
+        "run": {"name": "r"}, "model": {"path": "m"}, "environments": [{"name": "a", "entry": "m:C", "over_lag": "mask"}],
+        "schedule": {"max_lag": 0}})
+    rules = Rules.of(run)
+    assert (rules.pinned, rules.over_lag, rules.lease_ms) == (True, {"a": "mask"}, 60_000)
