@@ -40,7 +40,6 @@ from services.buffer.ledger import (
     Version,
     Waiting,
     balance_of,
-    refuse,
     shape_of,
 )
 from services.buffer.scripts import Scripts
@@ -175,40 +174,14 @@ class RedisLedger:
 
     async def read_batch(self, batch: int) -> Composition:
         """The composition with its bodies. OutOfRange unless numbered and uncommitted."""
-        keys = self._scripts.keys
-        async with self._pipeline() as pipe:
-            pipe.hget(keys["batches"], str(batch))
-            pipe.hmget(keys["meta"], ["epoch", "committed", "numbered"])
-            answers = await pipe.execute()
-        raw, counters = answers
-        epoch, committed, numbered = counters
-        if raw is None:
-            refuse("range", {"batch": batch, "committed": int(committed or 0), "numbered": int(numbered or 0)})
-        assert raw is not None
-        record = json.loads(raw)
-        draws = [row[0] for row in record["g"] or ()]
-        groups = await self._groups(draws)
-        members = [f"{d}:{i}" for d in draws for i, s in enumerate(groups[d]["s"]) if s["st"] == "scored"]
-        parts: list[list[bytes | None]] = [[], []]
-        if members:
-            async with self._pipeline() as pipe:
-                pipe.hmget(keys["bodies"], members)
-                pipe.hmget(keys["scores"], members)
-                parts = await pipe.execute()
-        if None in parts[0] or None in parts[1]:  # committed between the two reads
-            refuse("range", {"batch": batch, "committed": batch, "numbered": int(numbered or 0)})
-        bodies = zip(*parts, strict=True)
-        chosen = [_batched(row, groups[row[0]], bodies) for row in record["g"] or ()]
-        drops = [(d, r) for d, r in record["d"] or ()]
-        return Composition(batch, int(epoch), record["q"], chosen, drops)
-
-    async def _groups(self, draws: Sequence[int]) -> dict[int, dict[str, Any]]:
-        if not draws:
-            return {}
-        async with self._pipeline() as pipe:
-            pipe.hmget(self._scripts.keys["groups"], [str(d) for d in draws])
-            raw = (await pipe.execute())[0]
-        return {d: json.loads(r) for d, r in zip(draws, raw, strict=True)}
+        result, blobs = await self._run("read_batch", {"batch": batch})
+        record, count = result["composition"], result["members"]
+        chosen: list[Any] = record["g"] or []
+        groups = [json.loads(blob) for blob in blobs[:len(chosen)]]
+        parts = zip(blobs[len(chosen):len(chosen) + count], blobs[len(chosen) + count:], strict=True)
+        batched = [_batched(row, group, parts) for row, group in zip(chosen, groups, strict=True)]
+        drops = [(d, r) for d, r in record["d"] or []]
+        return Composition(batch, result["epoch"], record["q"], batched, drops)
 
     async def commit(self, incarnation: int, through_batch: int) -> int:
         """Close the rows of all batches up to k and free their bodies. Idempotent."""

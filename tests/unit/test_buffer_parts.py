@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -141,12 +142,13 @@ def test_the_batch_log_is_a_function_of_the_ledger() -> None:
             assert sample.crc32c(data[ref.offset:ref.offset + ref.size]) == ref.crc32c
 
 
-def wire(logprobs: list[float], **fields) -> samples_pb2.SubmittedSample:
+def wire(logprobs: list[float], **fields: Any) -> samples_pb2.SubmittedSample:
     segment = sample.Segment(
         np.arange(8, dtype=np.int32), np.arange(8) >= 8 - len(logprobs), np.asarray(logprobs, np.float32),
         (sample.Span(4, 2, 1, len(logprobs)),))
     body = sample.encode(sample.Sample([segment]))
-    told = {"tokens": 8, "generated_tokens": len(logprobs), "oldest_step": 2, "newest_step": 2, "crc32c": sample.crc32c(body)}
+    told: dict[str, Any] = {
+        "tokens": 8, "generated_tokens": len(logprobs), "oldest_step": 2, "newest_step": 2, "crc32c": sample.crc32c(body)}
     return samples_pb2.SubmittedSample(body=body, **(told | fields))
 
 
