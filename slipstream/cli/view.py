@@ -62,6 +62,13 @@ def line(snapshot: Snapshot) -> str:
     return f"{clock(time.time())} " + "  ".join(parts)
 
 
+def waits_line(snapshot: Snapshot) -> str:
+    """What every process waits for, in one line; for when there is no progress to tell."""
+    waits = [f"{s.instance} {s.state}" + (f", waits {duration(s.waited_s)} for {s.waiting_for}" if s.waiting_for else "")
+             for s in snapshot.services if s.service != "redis"]
+    return f"{clock(time.time())} step {snapshot.metrics.step}/{snapshot.steps}  " + ("; ".join(waits) or snapshot.state)
+
+
 def _title(snapshot: Snapshot) -> Text:
     text = Text.assemble(("slipstream ", "bold"), (snapshot.run, "bold cyan"), "  ", (snapshot.state, "italic"))
     return text.append(f"  {duration(snapshot.elapsed_s)}", "dim")

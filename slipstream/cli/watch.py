@@ -16,12 +16,13 @@ from rich.live import Live
 from slipstream.cli.metrics import WINDOW, Metrics
 from slipstream.cli.run_folder import RunFolder, read_json
 from slipstream.cli.survey import ServiceStatus, Survey
-from slipstream.cli.view import Snapshot, clock, draw, line
+from slipstream.cli.view import Snapshot, clock, draw, line, waits_line
 from slipstream.config import RunFile
 
 REFRESH_S = 0.4  # the screen
 ASK_EVERY_S = 1.0  # the processes
 PLAIN_EVERY_S = 0.5  # the files, when printing lines
+QUIET_S = 30.0  # after this long without a line, a line says what everybody waits for
 
 
 class Watcher:
@@ -32,7 +33,7 @@ class Watcher:
         self.metrics = Metrics(folder.metrics)
         self.done = asyncio.Event()
         self._services: list[ServiceStatus] = []
-        self._asked = 0.0
+        self._asked = self._printed = 0.0
 
     async def snapshot(self, survey: Survey) -> Snapshot:
         """The run as it is now; processes are asked at most every second."""
@@ -71,6 +72,7 @@ class Watcher:
 
     async def _lines(self, survey: Survey) -> None:
         shown_step, shown_event = -1, 0.0
+        self._print(f"{clock(time.time())} run {self.run.run.name} in {self.folder.path}")
         while True:
             last = self.done.is_set()
             snapshot = await self.snapshot(survey)
@@ -85,9 +87,12 @@ class Watcher:
                 shown_step = step
             if last or snapshot.state == "ended":
                 return
+            if time.monotonic() - self._printed > QUIET_S:
+                self._print(waits_line(snapshot))
             await self._pause(PLAIN_EVERY_S)
 
     def _print(self, text: str) -> None:
+        self._printed = time.monotonic()
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     async def _pause(self, seconds: float) -> None:

@@ -25,7 +25,7 @@ from slipstream.cli.run import report
 from slipstream.cli.run_folder import RunFolder, RunLock
 from slipstream.cli.supervisor import Ending
 from slipstream.cli.survey import ServiceStatus
-from slipstream.cli.view import Snapshot, draw, duration, line
+from slipstream.cli.view import Snapshot, draw, duration, line, waits_line
 from slipstream.errors import ConfigError
 
 
@@ -161,6 +161,8 @@ def test_plain_line(tmp_path: Path) -> None:
     """One line with the same figures."""
     assert line(a_snapshot(tmp_path)).split(" ", 1)[1] == (
         "step 40/250  reward 0.48  tokens/s 45.7k  lag 0.9  gap 2.00e-03  versions 41  restarts 1")
+    assert waits_line(a_snapshot(tmp_path)).split(" ", 1)[1] == (
+        "step 40/250  buffer serving; rollout-0 serving; trainer-0 serving, waits 4 s for batch 41: 3 groups unfinished")
     assert [duration(s) for s in (5, 184, 7384)] == ["5 s", "3:04", "2:03:04"]
 
 
