@@ -44,8 +44,8 @@ class Snapshot:
 
 def draw(snapshot: Snapshot, width: int) -> RenderableType:
     """The whole screen."""
-    return Group(_title(snapshot), _progress(snapshot, width), _figures(snapshot, width), Text(), services_table(snapshot),
-                 *_events(snapshot))
+    return Group(_title(snapshot), _progress(snapshot, width), _figures(snapshot, width), Text(),
+                 services_table(snapshot, max(20, width - 62)), *_events(snapshot))
 
 
 def line(snapshot: Snapshot) -> str:
@@ -118,16 +118,16 @@ def _buffer(snapshot: Snapshot) -> str:
             f"{count(snapshot.figure('buffer', 'buffer_outstanding_groups'))} outstanding, bodies {full}")
 
 
-def services_table(snapshot: Snapshot) -> Table:
-    """One row for each process."""
+def services_table(snapshot: Snapshot, sentence: int | None = None) -> Table:
+    """One row for each process; what it waits for is cut at `sentence` characters, or wrapped."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in ("process", "state", "version", "waits for", "since", "restarts"):
-        table.add_column(column, no_wrap=True, overflow="ellipsis", justify="left")
+    for column in ("process", "state", "version", "restarts", "since", "waits for"):
+        table.add_column(column, no_wrap=column != "waits for")
     for s in snapshot.services:
         version = f"{s.version} (step {s.version_step})" if s.version else ""
         table.add_row(
-            s.instance, Text(s.state, _STATE_STYLE.get(s.state, "")), version, s.waiting_for,
-            duration(s.waited_s) if s.waiting_for else "", str(s.restarts) if s.restarts else "")
+            s.instance, Text(s.state, _STATE_STYLE.get(s.state, "")), version, str(s.restarts) if s.restarts else "",
+            duration(s.waited_s) if s.waiting_for else "", shortened(s.waiting_for, sentence))
     return table
 
 
@@ -135,6 +135,11 @@ def _events(snapshot: Snapshot) -> list[RenderableType]:
     lines = [Text(f"{clock(at)} {event}", "yellow", no_wrap=True, overflow="ellipsis")
              for at, event in list(snapshot.events)[-EVENTS_SHOWN:]]
     return [Text(), *lines] if lines else []
+
+
+def shortened(text: str, most: int | None) -> str:
+    """The text, cut with an ellipsis when it is longer than `most` characters."""
+    return text if most is None or len(text) <= most else text[:most - 1] + "…"
 
 
 def clock(unix: float) -> str:
