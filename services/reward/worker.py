@@ -43,7 +43,8 @@ class ScoringWorker:
         self._metrics = RewardMetrics(context.registry)
         self._batch = context.run.reward.batch
         self._ttl_s = context.run.reward.lease_s
-        self._in_hand: dict[Key, Lease] = {}
+        self._in_hand: set[Key] = set()  # leased and not yet submitted
+        self._scoring: dict[Key, Lease] = {}  # those of them whose score is not known yet
         self._finished: list[tuple[Key, pb.ScoredSample]] = []
         self._room, self._news, self._empty = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._note()
@@ -73,7 +74,8 @@ class ScoringWorker:
                 self._buffer.LeaseUnscored, request, POLL_S + CALL_S, context.waits, "samples to score", context.clock)
             self._ttl_s = rpc.seconds(response.ttl) or self._ttl_s
             if response.samples:
-                self._in_hand.update((_key(s.lease), s.lease) for s in response.samples)
+                self._scoring.update((_key(s.lease), s.lease) for s in response.samples)
+                self._in_hand.update(_key(s.lease) for s in response.samples)
                 self._note()
                 context.lifecycle.spawn(f"score lot {(lots := lots + 1)}", self._score(response.samples), endless=False)
 
@@ -86,7 +88,7 @@ class ScoringWorker:
             self._metrics.scores.labels("failed" if score.failure else "scored").inc()
             if seconds:
                 self._metrics.score_seconds.labels(transcripts[i].scorer).observe(seconds)
-            if (key := _key(lease)) in self._in_hand:
+            if self._scoring.pop(key := _key(lease), None):
                 self._finished.append((key, pb.ScoredSample(lease=lease, score=score)))
                 self._news.set()
 
@@ -107,7 +109,7 @@ class ScoringWorker:
             response = await rpc.call_until(
                 self._buffer.SubmitScores, request, CALL_S, context.waits, f"buffer: {len(finished)} scores", context.clock)
             for (key, scored), status in zip(finished, response.statuses, strict=True):
-                self._in_hand.pop(key, None)
+                self._in_hand.discard(key)
                 if error := from_status(status):
                     log.warning("score refused", reason=error.reason, error=error.message, draw=key[1], sample=key[2])
                 elif scored.score.failure:
@@ -115,20 +117,21 @@ class ScoringWorker:
             self._note()
 
     async def _heartbeat(self) -> None:
-        """Keep the leases of what is in hand; forget those that others have by now."""
+        """Keep the leases of what is being scored; forget those that others have by now."""
         context = self._context
         while True:
             await context.clock.sleep(self._ttl_s / HEARTBEATS_PER_LEASE)
-            if not self._in_hand:
+            if not self._scoring:
                 continue
-            keys, leases = list(self._in_hand), list(self._in_hand.values())
+            keys, leases = list(self._scoring), list(self._scoring.values())
             request = pb.HeartbeatScoringRequest(worker=context.arguments.instance, leases=leases)
             response = await rpc.call_until(
                 self._buffer.HeartbeatScoring, request, CALL_S, context.waits, "buffer: heartbeat of scoring leases",
                 context.clock)
-            for key, status in zip(keys, response.statuses, strict=True):
-                if from_status(status) and self._in_hand.pop(key, None):
-                    log.info("scoring lease lost", draw=key[1], sample=key[2], attempt=key[3])
+            refused = [key for key, status in zip(keys, response.statuses, strict=True) if from_status(status)]
+            if lost := [key for key in refused if self._scoring.pop(key, None)]:  # others were scored during the call
+                self._in_hand.difference_update(lost)
+                log.info("scoring leases lost", samples=len(lost), draw=lost[0][1], sample=lost[0][2], attempt=lost[0][3])
             self._note()
 
     @property
