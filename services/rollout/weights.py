@@ -107,7 +107,7 @@ class Weights:
             except SlipstreamError as error:
                 self._failed(target, error)
                 with context.waits.on(f"policy version {target.number}: {error.message}"):
-                    await context.clock.sleep(min(RETRY_S * 2**failures, RETRY_MOST_S))
+                    await self._pause(min(RETRY_S * 2**failures, RETRY_MOST_S))
                 failures = min(failures + 1, 16)
 
     async def _news_of_work(self) -> None:
@@ -119,6 +119,16 @@ class Weights:
                     await self._news.wait()
             else:
                 await self._news.wait()
+
+    async def _pause(self, seconds: float) -> None:
+        """Until the time is over or another version is known."""
+        self._news.clear()
+        ends = {asyncio.ensure_future(self._context.clock.sleep(seconds)), asyncio.ensure_future(self._news.wait())}
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for end in ends:
+                end.cancel()
 
     def _target(self) -> PolicyVersion | None:
         loaded = self._engine.version
