@@ -85,8 +85,7 @@ class MemoryBatches:
         unfinished = [d for d in live if state.groups[d]["st"] == "open"]
         if missing or unfinished:
             return [], self._batch_waiting("unfinished", batch, unfinished, missing)
-        lags = [(d, batch - 1 - state.bounds(state.groups[d])[0], 0) for d in live]
-        return lags, None
+        return [(d, batch - 1 - state.groups[d]["p"], 0) for d in live], None
 
     def _choose(self, batch: int) -> tuple[list[tuple[int, int, int]], Waiting | None]:
         """The first B complete groups in draw order, unless an unfinished one would miss its bound by that."""

@@ -77,7 +77,8 @@ async def grant(ledger: Ledger, count: int = 100, worker: str = "w") -> Sequence
 
 
 def submit(grant: Grant, step: int = 0, incarnation: int = 1, body: bytes = b"body", **fields: Any) -> Submit:
-    return Submit(grant.lease, body, sum(body), 5, 3, [(step, incarnation)], **({"transcript": b"text"} | fields))
+    parts: dict[str, Any] = {"transcript": b"text"} | fields
+    return Submit(grant.lease, body, sum(body), 5, 3, [(step, incarnation)], **parts)
 
 
 async def finish(ledger: Ledger, grants: Sequence[Grant], step: int = 0, incarnation: int = 1) -> None:

@@ -246,7 +246,7 @@ def test_redis_equals_the_model(server: RedisProcess, program: list[tuple[str, i
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None, suppress_health_check=QUIET)
+@settings(max_examples=60, deadline=None, suppress_health_check=QUIET)
 @given(program=PROGRAM, pinned=st.booleans())
 def test_redis_equals_the_model_in_many_programs(
         server: RedisProcess, program: list[tuple[str, int, int]], pinned: bool) -> None:

@@ -166,6 +166,17 @@ def test_bad_samples_are_refused_with_a_reason() -> None:
     assert checked_score(sample_pb2.Score()) != b""  # a score of 0 is a score
 
 
+async def test_a_managed_server_without_config_is_used_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Where an ACL denies CONFIG, what INFO tells is checked, and the rest is said."""
+    with redis_process(tmp_path, appendfsync="no") as server:
+        client = connect(server.url)
+        await client.execute_command("ACL", "SETUSER", "default", "-config", "-waitaof")
+        with caplog.at_level("WARNING", logger="slipstream.buffer"):
+            await verify(client, "always")
+        assert "cannot be verified" in caplog.text
+        await client.aclose()
+
+
 async def test_a_server_that_would_lose_samples_is_refused(tmp_path: Path) -> None:
     """always needs appendfsync always, everysec at least everysec; an evicting server never fits."""
     with redis_process(tmp_path, appendfsync="everysec") as server:

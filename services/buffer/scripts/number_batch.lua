@@ -36,7 +36,7 @@ local function choose_pinned()
   end
   if missing > 0 or #unfinished > 0 then return nil, 'unfinished', facts_of(unfinished, missing) end
   for _, d in ipairs(draws) do
-    if groups[d] then chosen[#chosen + 1] = {d, batch - 1 - bounds(groups[d]), 0} end
+    if groups[d] then chosen[#chosen + 1] = {d, batch - 1 - groups[d].p, 0} end
   end
   return chosen
 end
