@@ -123,9 +123,12 @@ class RolloutWorker:
 
     def _advance(self) -> None:
         """Start what may start; when pinned, ask for the version of what may not."""
-        ready = [lease for lease in self._held if self._ready(lease)]
+        ready: list[pb.SampleLease] = []
+        held: list[pb.SampleLease] = []
+        for lease in self._held:  # asked once each: the engine's thread may change the answer between two questions
+            (ready if self._ready(lease) else held).append(lease)
+        self._held = held
         if ready:
-            self._held = [lease for lease in self._held if not self._ready(lease)]
             self._player.play(ready)
         if self._pinned and self._held:
             self.weights.want(min((lease.pinned_version for lease in self._held), key=lambda v: v.number))
