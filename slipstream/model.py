@@ -232,6 +232,10 @@ def _load(model: config.Model, dtype: torch.dtype, experts: str) -> tuple[Any, A
         raise ConfigError(f"model.path = {model.path!r} cannot be loaded: {_one_line(error)}") from error
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ConfigError(f"model.path = {model.path!r} cannot be loaded: {_one_line(error)}; check the directory") from error
+    if model.gguf_file:  # the weights are plain floats now: what is saved or sent is no quantised model
+        loaded.hf_quantizer = None
+        for leftover in ("quantization_config", "_pre_quantization_dtype"):
+            vars(loaded.config).pop(leftover, None)
     if loaded._can_set_experts_implementation():
         loaded.set_experts_implementation(experts)
     return loaded, tokenizer

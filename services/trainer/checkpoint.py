@@ -18,19 +18,23 @@ import asyncio
 import json
 import struct
 import uuid
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+import google_crc32c
 
 from services.trainer.learner import Snapshot
 from slipstream import logs
 from slipstream.errors import Conflict, Fenced, InvalidInput, NotFound, OutOfRange
 from slipstream.manifest import RawTensor, checksum, layout
-from slipstream.objects import ObjectStore
+from slipstream.objects import ObjectStore, Piece
 
 FOLDER = "checkpoints/"
 POINTER = "checkpoints/latest"
 SHARDS = ("weights", "optimizer", "random")
 FORMAT = 1
+CHUNK_BYTES = 1 << 18
 
 log = logs.get("trainer.checkpoint")
 
@@ -126,13 +130,14 @@ class Checkpoints:
         for shard in SHARDS:
             key = f"{name}/{shard}.safetensors"
             start, ordered, _ = await asyncio.to_thread(layout, getattr(snapshot, shard), key, {"format": "pt"})
-            data = b"".join([start, *(t.data for t in ordered)])
-            objects[shard] = {"key": key, "size": len(data), "crc32c": checksum(data)}
-            await self._store.put(key, data)
+            pieces: list[Piece] = [start, *(t.data for t in ordered)]
+            size, crc = await asyncio.to_thread(_measured, pieces)
+            objects[shard] = {"key": key, "size": size, "crc32c": crc}
+            await self._store.put(key, pieces)
         text = json.dumps({"format": FORMAT, **asdict(header), "objects": objects}, indent=1).encode()
         if not await self._store.put_if_absent(header.manifest_key, text):
             raise Conflict(f"{header.manifest_key} exists already", "CHECKPOINT_EXISTS")
-        await self._read(name)
+        await self._read(name, keep=False)
         await self._point(Pointer(self._run, incarnation, name, step, ledger_sequence))
         return header
 
@@ -153,7 +158,8 @@ class Checkpoints:
         names = [_name(k) for k in await self._store.list(FOLDER) if k.endswith("/manifest.json")]
         return sorted((n for n in names if _order(n)[0] <= self._pointer.step), key=_order, reverse=True)
 
-    async def _read(self, name: str) -> tuple[Header, Snapshot]:
+    async def _read(self, name: str, keep: bool = True) -> tuple[Header, Snapshot]:
+        """Every byte, checked. Without `keep` one shard at a time is in memory, and the snapshot comes back empty."""
         try:
             fields = json.loads(await self._store.get(f"{name}/manifest.json"))
             if fields.pop("format") != FORMAT or fields["run"] != self._run or fields["name"] != name:
@@ -168,7 +174,7 @@ class Checkpoints:
             data = await self._store.get(entry["key"])
             if len(data) != entry["size"] or await asyncio.to_thread(checksum, data) != entry["crc32c"]:
                 raise InvalidInput(f"{entry['key']} is damaged", "CHECKPOINT_CHECKSUM", key=entry["key"])
-            shards.append(parse_safetensors(data))
+            shards.append(parse_safetensors(data) if keep else [])
         return header, Snapshot(*shards)
 
     async def _point(self, pointer: Pointer) -> None:
@@ -193,6 +199,17 @@ def parse_safetensors(data: bytes) -> list[RawTensor]:
     return [
         RawTensor(name, entry["dtype"], tuple(entry["shape"]), body[entry["data_offsets"][0] : entry["data_offsets"][1]])
         for name, entry in table.items()]
+
+
+def _measured(pieces: Sequence[Piece]) -> tuple[int, int]:
+    """(size, CRC-32C) of buffers written one after the other."""
+    size = crc = 0
+    for piece in pieces:
+        view = memoryview(piece).cast("B")
+        size += len(view)
+        for start in range(0, len(view), CHUNK_BYTES):  # google_crc32c takes bytes only: copies that fit the cache
+            crc = google_crc32c.extend(crc, bytes(view[start : start + CHUNK_BYTES]))
+    return size, crc
 
 
 def _name(key: str) -> str:
