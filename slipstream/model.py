@@ -227,7 +227,7 @@ def _load(model: config.Model, dtype: torch.dtype, experts: str) -> tuple[Any, A
     extra = {"gguf_file": model.gguf_file} if model.gguf_file else {}
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, **extra)
-        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **extra)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **extra)
     except ImportError as error:
         raise ConfigError(f"model.path = {model.path!r} cannot be loaded: {_one_line(error)}") from error
     except (OSError, ValueError, KeyError, SafetensorError) as error:
