@@ -14,6 +14,7 @@ from services.buffer.ledger import TOPICS
 
 T = TypeVar("T")
 SLOW_POLL_S = 0.5
+SHARED = frozenset({"samples", "unscored"})  # topics in which one caller finds nothing exactly when any other would
 LONGEST_WAIT_S = 30.0
 
 
@@ -24,6 +25,7 @@ class Changes:
         self._slow_poll_s = slow_poll_s
         self._numbers: dict[str, int] = dict.fromkeys(TOPICS, 0)
         self._waiters: dict[str, set[asyncio.Future[None]]] = {topic: set() for topic in TOPICS}
+        self._empty: dict[str, int] = {}  # topic -> its counter when a look found nothing
         self.closed = False
 
     def notify(self, topics: Sequence[str]) -> None:
@@ -40,14 +42,23 @@ class Changes:
         self.notify(TOPICS)
 
     async def poll(self, topic: str, wait_s: float, attempt: Callable[[], Awaitable[T]], ready: Callable[[T], object]) -> T:
-        """`attempt()` until `ready(answer)` or the time is over; then its last answer."""
+        """`attempt()` until `ready(answer)` or the time is over; then its last answer.
+
+        Where somebody has just found nothing and nothing has changed since, the first look is saved.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + min(wait_s, LONGEST_WAIT_S)
+        if topic in SHARED and wait_s > 0 and self._empty.get(topic) == self._numbers[topic]:
+            await self.changed(topic, self._numbers[topic], deadline - loop.time())
         while True:
             ticket = self._numbers[topic]
             answer = await attempt()
             left = deadline - loop.time()
-            if ready(answer) or left <= 0 or self.closed:
+            if ready(answer):
+                self._empty.pop(topic, None)
+                return answer
+            self._empty[topic] = ticket
+            if left <= 0 or self.closed:
                 return answer
             await self.changed(topic, ticket, left)
 

@@ -185,8 +185,10 @@ class RedisLedger:
 
     async def commit(self, incarnation: int, through_batch: int) -> int:
         """Close the rows of all batches up to k and free their bodies. Idempotent."""
-        result, _ = await self._run("commit", {"incarnation": incarnation, "through": through_batch})
-        return result
+        while True:
+            committed, _ = await self._run("commit", {"incarnation": incarnation, "through": through_batch, "most": 2})
+            if committed >= through_batch:
+                return committed
 
     async def rebuild(
             self, numbered: int, committed: int, next_draw: int, version: int, cursor: Mapping[str, int]) -> None:

@@ -6,7 +6,7 @@ end
 local function out_of_range(batch)
   return refuse('range', {batch = batch, committed = get('committed'), numbered = get('numbered')})
 end
-local function commit(through)
+local function commit(through, unfinished)  -- `unfinished`: another call follows, which writes the event
   if through <= get('committed') then return end
   for batch = get('committed') + 1, through do
     local chosen = cjson.decode(call('HGET', K.batches, batch)).g
@@ -20,7 +20,7 @@ local function commit(through)
     call('HDEL', K.batches, batch)
   end
   set('committed', through)
-  log('events', {event = 'commit', batch = through})
+  if not unfinished then log('events', {event = 'commit', batch = through}) end
   wake.samples = true; wake.ready = true
 end
 local function version_row(number, v) return {number, v.step, v.inc, v.key, v.crc} end
