@@ -222,6 +222,6 @@ def _segment(wire: sample_pb2.Segment, i: int) -> Segment:
 
 def _runs(mask: np.ndarray) -> list[int]:
     """Alternating run lengths, starting with a (possibly empty) run of False."""
-    edges = np.flatnonzero(np.diff(mask)) + 1
+    edges = np.flatnonzero(mask[1:] != mask[:-1]) + 1
     lengths = np.diff(np.concatenate(([0], edges, [len(mask)]))).tolist()
     return [0, *lengths] if len(mask) and mask[0] else lengths

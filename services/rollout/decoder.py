@@ -95,7 +95,7 @@ class Decoder:
         if request.routes and self.capture is None:
             raise InvalidInput("routes are not captured here; set rollout.capture_routes = true", "ROUTES", field="routes")
         vocabulary = self.config.vocab_size
-        if not 0 <= int(np.min(request.prompt)) <= int(np.max(request.prompt)) < vocabulary:
+        if not 0 <= request.prompt.min() <= request.prompt.max() < vocabulary:
             raise InvalidInput(f"prompt has a token outside of 0..{vocabulary - 1}", "TOKEN", field="prompt")
 
     @torch.inference_mode()

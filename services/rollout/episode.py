@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
+from services.rollout.codec import Codec
 from services.rollout.engine import Generation, Request
 from slipstream.environment import Action, Observation, Reset, Step
-from slipstream.errors import InvalidInput, SlipstreamError
+from slipstream.errors import InvalidInput
 from slipstream.protos.buffer.v1 import samples_pb2
 from slipstream.protos.types.v1 import sample_pb2
 from slipstream.sample import FINISH_LENGTH, Sample, Segment, Span, decode, encode, validate
@@ -33,10 +33,9 @@ class Episode:
     """The tokens of one leased sample, from its first observation on. Pure: no I/O, no clock."""
 
     def __init__(
-        self, lease: samples_pb2.SampleLease, tokenizer: Any, stop_token_ids: tuple[int, ...], max_new_tokens: int,
-        context: int, routes: bool = False,
+        self, lease: samples_pb2.SampleLease, codec: Codec, max_new_tokens: int, context: int, routes: bool = False,
     ) -> None:
-        self.lease, self.tokenizer, self.stops = lease, tokenizer, stop_token_ids
+        self.lease, self.codec = lease, codec
         self.max_new_tokens, self.context, self.routes = max_new_tokens, context, routes
         self.segments: list[Segment] = []
         self.turn = 0  # finished model calls
@@ -69,12 +68,18 @@ class Episode:
 
     def observe(self, observation: Observation) -> None:
         """What the model sees next. Raises InvalidInput when the tokenizer or its chat template cannot take it."""
-        try:
-            self._observe(observation)
-        except SlipstreamError:
-            raise
-        except Exception as error:  # tokenizers raise bare Exception, templates jinja2's errors
-            raise InvalidInput(f"the tokenizer cannot encode the observation: {error}", "TOKENIZE") from error
+        if observation.messages is not None:
+            self._observe_messages(observation.messages)
+            return
+        if observation.tokens is not None:
+            new = np.asarray(observation.tokens, np.int32)
+            self._observed = self.codec.decode(new)
+        else:
+            self._observed = observation.text or ""
+            new = self.codec.encode(self._observed)
+        if self._messages:  # plain text in a conversation: it is part of what the template would have to reproduce
+            self._rendered += self.codec.decode(new, special=True)
+        self._prompt = np.concatenate([self._prompt, new])
 
     def request(self) -> Request:
         """The next model call. Raises InvalidInput (PROMPT_TOO_LONG) when the context leaves no room for an answer."""
@@ -83,8 +88,8 @@ class Episode:
                 f"{len(self._prompt)} prompt tokens leave no room in a context of {self.context}; raise rollout.context",
                 "PROMPT_TOO_LONG")
         return Request(
-            self._prompt, self.max_new_tokens - self._resumed, self.lease.seed, stop_token_ids=self.stops, routes=self.routes,
-            position=self.generated_tokens)
+            self._prompt, self.max_new_tokens - self._resumed, self.lease.seed, stop_token_ids=self.codec.stop_token_ids,
+            routes=self.routes, position=self.generated_tokens)
 
     def answered(self, generation: Generation) -> Action:
         """Note the model's answer to `request`; the action for the environment."""
@@ -101,12 +106,12 @@ class Episode:
         answer = segment.tokens[len(segment.tokens) - new - self._resumed :]
         self._resumed = 0
         self.turn += 1
-        text = self.tokenizer.decode(answer, skip_special_tokens=True)
+        text = self.codec.decode(answer)
         self.responses.append(text)
         self._prompt = segment.tokens
         if self._messages:
             self._messages.append({"role": "assistant", "content": text})
-            self._rendered += self.tokenizer.decode(answer, skip_special_tokens=False)
+            self._rendered += self.codec.decode(answer, special=True)
         return Action(text, answer.tolist(), generation.finish_reason)
 
     def stepped(self, step: Step) -> None:
@@ -145,30 +150,16 @@ class Episode:
                 info_json=json.dumps(self.reset.info) if self.reset.info else "").SerializeToString()
         return submitted
 
-    def _observe(self, observation: Observation) -> None:
-        if observation.messages is not None:
-            self._observe_messages(observation.messages)
-            return
-        if observation.tokens is not None:
-            new = np.asarray(observation.tokens, np.int32)
-            self._observed = self.tokenizer.decode(new, skip_special_tokens=True)
-        else:
-            self._observed = observation.text or ""
-            new = self._tokens(self._observed)
-        if self._messages:  # plain text in a conversation: it is part of what the template would have to reproduce
-            self._rendered += self.tokenizer.decode(new, skip_special_tokens=False)
-        self._prompt = np.concatenate([self._prompt, new])
-
     def _observe_messages(self, messages: Sequence[Mapping[str, str]]) -> None:
         plain_before = not self._messages and len(self._prompt) > 0
         self._messages += [dict(m) for m in messages]
         self._observed = messages[-1]["content"] if messages else ""
-        text = self.tokenizer.apply_chat_template(self._messages, tokenize=False, add_generation_prompt=True)
+        text = self.codec.render(self._messages)
         if plain_before or (self._rendered and text.startswith(self._rendered)):
             new = text if plain_before else text[len(self._rendered) :]
-            self._prompt = np.concatenate([self._prompt, self._tokens(new)])
+            self._prompt = np.concatenate([self._prompt, self.codec.encode(new)])
         else:
-            self._prompt, self._fresh = self._tokens(text), True
+            self._prompt, self._fresh = self.codec.encode(text), True
         self._rendered = text
 
     def _open(self) -> Segment:
@@ -186,14 +177,11 @@ class Episode:
         segment = sample.segments[0]
         size, new = len(self._prompt), len(segment.logprobs)
         same = len(segment.tokens) == size + new and np.array_equal(segment.tokens[:size], self._prompt)
-        done = new and (new >= self.max_new_tokens or int(segment.tokens[-1]) in self.stops)
+        done = new and (new >= self.max_new_tokens or int(segment.tokens[-1]) in self.codec.stop_token_ids)
         if not same or done or len(segment.tokens) >= self.context or (segment.routes is None) == self.routes:
             return
         self.segments, self._fresh, self._resumed = [segment], False, new
         self._prompt = segment.tokens
-
-    def _tokens(self, text: str) -> np.ndarray:
-        return np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
 
 
 def _joined(a: tuple[Span, ...], b: tuple[Span, ...]) -> tuple[Span, ...]:

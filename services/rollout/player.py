@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from services.rollout.codec import Codec
 from services.rollout.engine import Engine, Generation, Request
 from services.rollout.episode import Episode
 from slipstream import logs
@@ -81,14 +83,18 @@ class Player:
         self._tasks = 0
         self.running: dict[Key, Running] = {}
 
+    @functools.cached_property
+    def codec(self) -> Codec:
+        """Of the model that the engine runs; after its start."""
+        return Codec(self._engine.tokenizer, self._engine.stop_token_ids)
+
     def play(self, leases: Sequence[SampleLease]) -> None:
         """Begin episodes: one Reset call per environment."""
         lots: dict[str, list[Running]] = {}
         rollout = self._run.rollout
         for lease in leases:
             running = Running(key_of(lease.lease), lease, Episode(
-                lease, self._engine.tokenizer, self._engine.stop_token_ids, rollout.max_new_tokens, rollout.context,
-                rollout.capture_routes))
+                lease, self.codec, rollout.max_new_tokens, rollout.context, rollout.capture_routes))
             self.running[running.key] = running
             lots.setdefault(running.environment, []).append(running)
         for environment, lot in lots.items():
@@ -218,7 +224,7 @@ class Player:
         """The environment has forgotten the episode (it was restarted): begin afresh under a new id."""
         running.restarts += 1
         old = running.episode
-        running.episode = Episode(running.lease, old.tokenizer, old.stops, old.max_new_tokens, old.context, old.routes)
+        running.episode = Episode(running.lease, old.codec, old.max_new_tokens, old.context, old.routes)
         self._spawn("reset", running.environment, self._reset(running.environment, [running]))
 
     async def _pause(self, environment: str, lot: Sequence[Running], retry: int) -> None:

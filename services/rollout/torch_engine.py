@@ -249,7 +249,7 @@ class TorchEngine:
 
     def _handle(self, decoder: Decoder, item: Request | _Swap | _Abort) -> list[tuple[Request, Generation]]:
         if isinstance(item, Request):
-            decoder.submit(item)
+            decoder.waiting.append(item)  # checked when it was accepted
             if item.id in self._streams:
                 self._sent[item.id] = 0
             return []

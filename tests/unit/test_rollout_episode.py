@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from services.rollout.codec import Codec
 from services.rollout.engine import Generation
 from services.rollout.episode import Episode
 from slipstream.environment import Observation, Reset, Step
@@ -32,12 +33,12 @@ def episode(partial: bytes = b"", template: str = "", **settings: Any) -> Episod
     lease = SampleLease(seed=77, partial=partial)
     lease.lease.sample.draw.number = 5
     settings = {"max_new_tokens": 8, "context": 64, **settings}
-    return Episode(lease, tokenizer(template), (1,), **settings)
+    return Episode(lease, Codec(tokenizer(template), (1,)), **settings)
 
 
 def answer(subject: Episode, text: str, eos: bool = True, version: int = 1, routes: bool = False) -> Generation:
     """What the engine would return for the pending request, had the model said `text`."""
-    tokens = np.array(subject.tokenizer.encode(text) + [1] * eos, np.int32)
+    tokens = np.array([*subject.codec.encode(text), *[1] * eos], np.int32)
     size = len(subject.request().prompt)
     return Generation(
         tokens, np.full(len(tokens), -0.5, np.float32), (Span(version, version - 1, 1, len(tokens)),),
@@ -46,7 +47,7 @@ def answer(subject: Episode, text: str, eos: bool = True, version: int = 1, rout
 
 
 def text(subject: Episode, segment: int = 0) -> str:
-    return subject.tokenizer.decode(subject.segments[segment].tokens)
+    return subject.codec.decode(subject.segments[segment].tokens, special=True)
 
 
 def test_one_turn_with_a_scorer() -> None:
@@ -77,7 +78,7 @@ def test_text_turns_append_to_one_segment() -> None:
     subject.observe(Observation(text="3?"))
     request = subject.request()
     assert request.position == 2, "sampling goes on where the first answer stopped"
-    assert subject.tokenizer.decode(request.prompt) == "1?2<eos>3?"
+    assert subject.codec.decode(request.prompt, special=True) == "1?2<eos>3?"
     subject.answered(answer(subject, "4", version=2, routes=True))
     subject.stepped(Step(done=True, reward=0.5, components={"a": 2.0}))
     [segment] = subject.segments
@@ -101,11 +102,11 @@ def test_a_chat_template_that_extends_keeps_one_segment() -> None:
     """Only what the template adds after the answer is tokenised; the generated tokens stay as they were sampled."""
     subject = episode(template=CHATML)
     subject.begin(Reset(messages=[{"role": "system", "content": "0"}, {"role": "user", "content": "1+1?"}]))
-    assert subject.tokenizer.decode(subject.request().prompt) == "<s>0\n<u>1+1?\n<a>"
+    assert subject.codec.decode(subject.request().prompt, special=True) == "<s>0\n<u>1+1?\n<a>"
     subject.answered(answer(subject, "2\n", eos=False))
     subject.observe(Observation(messages=[{"role": "user", "content": "(2)+1?"}]))
     # The template would write "2" + "\n" + "\n": what it renders does start with what was said.
-    assert subject.tokenizer.decode(subject.request().prompt) == "<s>0\n<u>1+1?\n<a>2\n\n<u>(2)+1?\n<a>"
+    assert subject.codec.decode(subject.request().prompt, special=True) == "<s>0\n<u>1+1?\n<a>2\n\n<u>(2)+1?\n<a>"
     subject.answered(answer(subject, "3", eos=False))
     assert len(subject.segments) == 1 and subject.segments[0].loss_mask.sum() == 3
 
@@ -134,7 +135,7 @@ def test_a_partial_is_taken_over() -> None:
     heir = episode(body)
     heir.begin(Reset(text="31=", scorer="exact"))
     request = heir.request()
-    assert (request.position, request.max_new_tokens, heir.tokenizer.decode(request.prompt)) == (3, 5, "31=123")
+    assert (request.position, request.max_new_tokens, heir.codec.decode(request.prompt)) == (3, 5, "31=123")
     assert heir.answered(answer(heir, "4", version=3)).text == "1234"
     assert heir.segments[0].spans == (Span(1, 0, 1, 3), Span(3, 2, 1, 2))
     assert heir.segments[0].loss_mask.tolist() == [False] * 3 + [True] * 5
@@ -153,5 +154,5 @@ def test_what_cannot_be_asked_is_refused_by_name() -> None:
         long.request()
     with pytest.raises(InvalidInput, match="cannot encode"):
         episode().begin(Reset(text="émigré"))
-    with pytest.raises(InvalidInput, match="cannot encode"):
+    with pytest.raises(InvalidInput, match="chat template"):
         episode().begin(Reset(messages=[{"role": "user", "content": "1"}]))

@@ -20,7 +20,6 @@ from slipstream.objects import open_store
 from slipstream.protos.buffer.v1 import policy_pb2, policy_pb2_grpc, samples_pb2, samples_pb2_grpc
 from slipstream.protos.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from slipstream.protos.types.v1 import policy_pb2 as types_policy_pb2
-from slipstream.protos.types.v1 import sample_pb2
 from slipstream.sample import FINISH_LENGTH, Sample, array, decode, tensor
 from slipstream.service import ServiceArguments, ServiceContext, open_context
 from tests.rollout_runs import publish, run_file
@@ -57,6 +56,7 @@ class ScriptedBuffer(samples_pb2_grpc.SampleServiceServicer, policy_pb2_grpc.Pol
         self.released: list[int] = []
         self.holds: list[int] = []
         self.beats: list[set[int]] = []
+        self.lists = 0
         self.fenced: set[int] = set()
         self.answer: Callable[[samples_pb2.SubmittedSample], Exception | None] = lambda sample: None
         self.changed = asyncio.Condition()
@@ -129,6 +129,8 @@ class ScriptedBuffer(samples_pb2_grpc.SampleServiceServicer, policy_pb2_grpc.Pol
             yield policy_pb2.WatchVersionsResponse(version=self.versions[0])
 
     async def ListVersions(self, request: Any, context: Any) -> Any:
+        self.lists += 1
+        await self.notify()
         return policy_pb2.ListVersionsResponse(versions=self.versions[: request.limit or None])
 
     async def HoldVersion(self, request: Any, context: Any) -> Any:
@@ -375,5 +377,8 @@ async def test_no_version_yet(tmp_path: Path, buffer: ScriptedBuffer) -> None:
     async with service(turns(tmp_path), buffer) as context:
         with pytest.raises(Exception, match="no policy version"):
             await ask(context)
+        await buffer.until(lambda: buffer.lists)
+        with pytest.raises(Exception, match="no policy version"):
+            await ask(context)
         assert context.waits.current and context.waits.current[0] == "first policy version from the trainer"
-        assert not buffer.asked and sample_pb2.FINISH_REASON_STOP == 1
+        assert not buffer.asked

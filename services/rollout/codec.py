@@ -1,0 +1,42 @@
+"""Text to tokens and back, by the model's own tokenizer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from slipstream.errors import InvalidInput
+
+CACHED = 4096  # texts whose tokens are remembered: the samples of a group begin with the same one
+
+
+class Codec:
+    """What episodes need of a tokenizer. Raises InvalidInput for what it cannot take."""
+
+    def __init__(self, tokenizer: Any, stop_token_ids: tuple[int, ...]) -> None:
+        self.stop_token_ids = stop_token_ids
+        self._tokenizer = tokenizer
+        self.encode = functools.lru_cache(CACHED)(self._encode)
+
+    def decode(self, tokens: np.ndarray, special: bool = False) -> str:
+        """Text of int32 [T], with or without special tokens."""
+        return self._tokenizer.decode(tokens, skip_special_tokens=not special)
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """A conversation in the model's chat template, up to where the assistant speaks."""
+        try:
+            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # jinja2's errors, and ValueError for a tokenizer without a template
+            raise InvalidInput(f"the chat template cannot render the messages: {error}", "CHAT_TEMPLATE") from error
+
+    def _encode(self, text: str) -> np.ndarray:
+        """Tokens of a text, int32 [T], read-only; no special tokens are added."""
+        try:
+            tokens = np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+        except Exception as error:  # tokenizers raises bare Exception
+            raise InvalidInput(f"the tokenizer cannot encode {text[:80]!r}: {error}", "TOKENIZE") from error
+        tokens.flags.writeable = False
+        return tokens
