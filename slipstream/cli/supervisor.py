@@ -200,7 +200,8 @@ class Supervisor:
         self.say(f"{process.instance} {death.sentence}; starting it again in {delay_s:g} s (restart {process.restarts})")
         if process.service in ("trainer", "buffer", "redis"):  # there may be work again for workers that had finished
             for other in self.processes:
-                other.wanted.set() if other.state == "finished" else None
+                if other.state == "finished":
+                    other.wanted.set()
         await self._unless_stopping(asyncio.sleep(delay_s))
         process.state = "starting"
 
@@ -238,7 +239,8 @@ class Supervisor:
             process.kill()
         with contextlib.suppress(asyncio.CancelledError):
             await drain
-        await asyncio.wait(keepers, timeout=5.0) if keepers else None
+        if keepers:
+            await asyncio.wait(keepers, timeout=5.0)
 
     async def _drain(self) -> None:
         for service in DRAIN_ORDER:

@@ -241,6 +241,25 @@ def test_a_live_run_is_never_joined(driven: Driven) -> None:
     assert driven.end()[0] == 0
 
 
+def test_status_and_watch_follow_a_live_run(driven: Driven) -> None:
+    """Both read the folder of a run that another process supervises; watch returns when the run ends."""
+    driven.write({"rollout-0": [{"exit": 1, "after_s": 0}, {}]})
+    driven.start()
+    wait_until(lambda: driven.all_up() and len(driven.happened("start", "rollout-0")) == 2)
+    command = [sys.executable, "-c", "from slipstream.cli import main; main()"]
+    told = json.loads(subprocess.check_output([*command, "status", "run", "--json"], cwd=driven.path.parent, text=True))
+    assert told["alive"] and told["state"] == "running"
+    assert {s["instance"]: s["restarts"] for s in told["services"]} == {
+        "redis": 0, "buffer": 0, "reward-0": 0, "rollout-0": 1, "trainer-0": 0}
+    with subprocess.Popen([*command, "watch", "run"], cwd=driven.path.parent, text=True, stdout=subprocess.PIPE) as watching:
+        assert watching.stdout is not None
+        assert "run driven" in watching.stdout.readline()
+        driven.signal(signal.SIGTERM)
+        rest, _ = watching.communicate(timeout=20)
+    assert watching.returncode == 0 and "rollout-0 exited with 1" in rest and "stopping: draining" in rest
+    assert driven.end()[0] == 0
+
+
 def test_same_settings_resume_others_are_refused(driven: Driven) -> None:
     """The folder's run goes on with the same run file; other settings need --fresh or another name."""
     driven.write({"trainer-0": [{"exit": 0, "after_s": 0}]})
