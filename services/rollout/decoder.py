@@ -15,6 +15,8 @@ Axes: B rows of a pass, Q its tokens per row, V vocabulary, P prompts of a pass,
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -33,7 +35,7 @@ from slipstream.manifest import RawTensor
 from slipstream.model import cooked, load_state
 from slipstream.protos.types.v1 import policy_pb2
 
-WIDTH = 64  # rows of a deterministic decode pass; at least 8, below which CPU kernels depend on it
+WIDTH = 128  # rows of a deterministic decode pass; at least 8, below which CPU kernels depend on it
 PROMPT_TOKENS = 256  # padded tokens of a deterministic prompt pass of short prompts
 BUCKET = 32  # the fast decode pass reads keys up to the longest row, rounded up to a multiple of this
 SMALLEST = 16  # deterministic lengths are powers of two from here on
@@ -65,7 +67,8 @@ class Decoder:
         self.waiting: deque[Request] = deque()
         self.generated_tokens = 0
         self._last_B: torch.Tensor | None = None  # during a prompt pass: index of each row's last token
-        self.model.get_output_embeddings().register_forward_pre_hook(self._only_last)
+        only_last = weakref.WeakMethod(self._only_last)  # the model may outlive this decoder
+        self.model.get_output_embeddings().register_forward_pre_hook(lambda m, args: (f := only_last()) and f(m, args))
 
     @property
     def active(self) -> int:
@@ -180,7 +183,10 @@ class Decoder:
     # prompt passes
 
     def _prompt(self, rows: np.ndarray, lengths: np.ndarray, draw: bool = True) -> None:
-        """Fill the cache with the first `lengths` tokens of `rows`; with `draw`, sample the token that follows."""
+        """Fill the cache with the first `lengths` tokens of `rows`; with `draw`, sample the token that follows.
+
+        Without it (a recomputed cache) the routes of the first time stay: the log-probabilities come from them.
+        """
         prompts: dict[bytes, int] = {}
         of_row = [
             prompts.setdefault(self.rows.tokens[row, :length].tobytes(), i)
@@ -223,10 +229,10 @@ class Decoder:
         positions_1_Q = torch.arange(size, device=self.device)[None]
         self.cache.begin(PromptPass(self._tensor(receivers), self._tensor(source)))
         self._last_B = self._tensor(last)
-        logits_P_V = self._forward(ids, positions_1_Q, self.masks.of(positions_1_Q, size))
+        logits_P_V = self._forward(ids, positions_1_Q, self.masks.of(positions_1_Q, size), draw)
         self._last_B = None
-        self._note_routes(receivers, source, width, take, draw)
         if draw:
+            self._note_routes(receivers, source, width, take)
             self._draw(logits_P_V, receivers, source)
 
     def _only_last(self, _module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
@@ -272,10 +278,11 @@ class Decoder:
             self._routes_like(routes)[rows, last] = routes[: len(rows)]
         self._draw(logits_B_V, rows, np.arange(len(rows)))
 
-    def _forward(self, ids: np.ndarray, positions_B_Q: torch.Tensor, mask: Any) -> torch.Tensor:
+    def _forward(self, ids: np.ndarray, positions_B_Q: torch.Tensor, mask: Any, capture: bool = True) -> torch.Tensor:
         """Logits [B, V] of the last (or only) token of each row."""
-        output = self.model(
-            input_ids=self._tensor(ids), position_ids=positions_B_Q, attention_mask=mask, cache=self.cache, use_cache=True)
+        with self.capture if self.capture is not None and capture else contextlib.nullcontext():
+            output = self.model(
+                input_ids=self._tensor(ids), position_ids=positions_B_Q, attention_mask=mask, cache=self.cache, use_cache=True)
         return output.logits[:, -1]
 
     def _draw(self, logits_B_V: torch.Tensor, rows: np.ndarray, source: np.ndarray) -> None:
@@ -294,12 +301,8 @@ class Decoder:
 
     # routes
 
-    def _note_routes(self, receivers: np.ndarray, source: np.ndarray, width: int, size: int, keep: bool) -> None:
-        """A recomputed cache keeps the routes of the first time: they are the ones that the log-probabilities come from."""
+    def _note_routes(self, receivers: np.ndarray, source: np.ndarray, width: int, size: int) -> None:
         if self.capture is None:
-            return
-        if not keep:
-            self.capture.drop()
             return
         routes = self.capture.take().cpu().numpy()
         routes = routes.reshape(width, -1, *routes.shape[1:])

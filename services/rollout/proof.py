@@ -46,6 +46,4 @@ def _full(decoder: Decoder, tokens: np.ndarray, start: int) -> np.ndarray:
     """Log-probabilities of tokens[start:] in one forward without a cache."""
     ids = torch.from_numpy(tokens).long().to(decoder.device)[None]
     logits = decoder.model(input_ids=ids, use_cache=False).logits[0, start - 1 : -1].float()
-    if decoder.capture is not None:
-        decoder.capture.drop()
     return torch.log_softmax(logits, -1).gather(1, ids[0, start:, None])[:, 0].cpu().numpy()

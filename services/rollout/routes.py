@@ -22,7 +22,7 @@ def experts_of(model: nn.Module) -> list[nn.Module]:
 
 
 class RouteCapture:
-    """Collects the indices of one model forward at a time."""
+    """Collects the indices of one model forward at a time: `with capture: model(...)`, then `capture.take()`."""
 
     def __init__(self, model: nn.Module) -> None:
         experts = experts_of(model)
@@ -34,23 +34,24 @@ class RouteCapture:
         counts = {int(m.num_experts) for m in experts}  # pyright: ignore[reportArgumentType]
         self.dtype = torch.uint8 if max(counts) <= 256 else torch.int32
         self._seen: list[torch.Tensor] = []
-        self._hooks = [m.register_forward_pre_hook(self._listen, with_kwargs=True) for m in experts]
+        self._on = False
+        for module in experts:
+            module.register_forward_pre_hook(self._listen, with_kwargs=True)
+
+    def __enter__(self) -> None:
+        self._seen, self._on = [], True
+
+    def __exit__(self, *_: object) -> None:
+        self._on = False
 
     def _listen(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._seen.append(args[1] if len(args) > 1 else kwargs["top_k_index"])
+        if self._on:
+            self._seen.append(args[1] if len(args) > 1 else kwargs["top_k_index"])
 
     def take(self) -> torch.Tensor:
-        """The routes of the forward that just ran, [N, L, K]."""
+        """The routes of the forward that ran last, [N, L, K]."""
         if len(self._seen) != self.layers:
             raise InvalidInput(f"{len(self._seen)} of {self.layers} MoE layers reported their routes", "ROUTES")
         routes = torch.stack(self._seen, dim=1).to(self.dtype)
         self._seen = []
         return routes
-
-    def drop(self) -> None:
-        """Forget the routes of the forward that just ran."""
-        self._seen = []
-
-    def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()

@@ -51,7 +51,7 @@ def test_routes_equal_a_full_forward(family: str) -> None:
     answers = decoder.decode([Request(p, 12, seed=i, routes=True) for i, p in enumerate(asked)])
     for prompt, answer in zip(asked, answers, strict=True):
         tokens = torch.from_numpy(np.concatenate([prompt, answer.tokens])).long()[None, :-1]
-        with torch.inference_mode():
+        with torch.inference_mode(), decoder.capture:
             model(input_ids=tokens, use_cache=False)
         expected = decoder.capture.take().numpy()
         assert answer.routes is not None
