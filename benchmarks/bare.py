@@ -32,7 +32,7 @@ from slipstream import config, model, seeds
 from slipstream.environment import Task, load
 from slipstream.lifecycle import SystemClock, Waits
 from slipstream.protos.types.v1 import policy_pb2
-from slipstream.sample import Sample, Segment
+from slipstream.sample import FINISH_STOP, Sample, Segment
 
 
 class Sampler:
@@ -63,7 +63,8 @@ class Sampler:
             tokens = np.concatenate([request.prompt, answer.tokens])
             segment = Segment(tokens, np.arange(len(tokens)) >= len(request.prompt), answer.logprobs, answer.spans)
             text = self.tokenizer.decode(answer.tokens, skip_special_tokens=True)
-            groups.setdefault(draw, []).append(Member(i, Sample([segment], answer.finish_reason), float(text == right)))
+            reward = float(text == right and answer.finish_reason == FINISH_STOP)
+            groups.setdefault(draw, []).append(Member(i, Sample([segment], answer.finish_reason), reward))
         return [Group(draw, members) for draw, members in groups.items()]
 
 

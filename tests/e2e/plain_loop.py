@@ -63,8 +63,10 @@ def plain_loop(model_dir, *, steps, max_lag, groups, group_size, new_tokens, lr,
                     for i in range(group_size)
                 ]
             )
+            # sort-digits: an answer cut off by the token limit is wrong, whatever it says.
+            ended = [int(a.tokens[-1]) == tokenizer.eos_token_id for a in answers]
             texts = [tokenizer.decode(a.tokens, skip_special_tokens=True) for a in answers]
-            rewards = np.array([even_share("", text, "", {}) for text in texts])
+            rewards = np.array([even_share("", text, "", {}) if end else 0.0 for text, end in zip(texts, ended, strict=True)])
             if rewards.max() > rewards.min():
                 scores = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
                 rows += [

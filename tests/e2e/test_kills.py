@@ -1,0 +1,71 @@
+"""Whatever dies, the run goes on, and in pinned mode nobody can tell from the weights that anything died."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+import runs
+import torch
+from plain_loop import plain_loop
+
+STEPS, GROUPS, SIZE = 14, 4, 4
+
+
+def wait_until(condition, timeout_s=60.0):
+    """Poll a condition; fail by name."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{condition} did not become true in {timeout_s} s"
+        time.sleep(0.05)
+
+
+def kill(run_file, instance):
+    """SIGKILL a process of the run by name, and wait until another one has its place."""
+    path = run_file.folder / "services" / f"{instance}.json"
+    old = json.loads(path.read_text())["pid"]
+    os.kill(old, signal.SIGKILL)
+    wait_until(lambda: path.exists() and json.loads(path.read_text())["pid"] != old)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_killed_processes_leave_no_trace_in_the_weights(tmp_path, model_dir):
+    """kill -9 of a rollout worker, the reward worker, the trainer and the buffer, in turn: same weights as the plain loop."""
+    folder = model_dir()
+    path = runs.write_run_file(
+        tmp_path,
+        folder,
+        {
+            "run": {"steps": STEPS},
+            "schedule": {"mode": "pinned", "max_lag": 1, "groups_per_batch": GROUPS, "group_size": SIZE},
+            "rollout": {"workers": 2, "lease_s": 2.0, "heartbeat_s": 0.5},
+            "reward": {"lease_s": 2.0},
+            "trainer": {"checkpoint_every": 3},
+            "buffer": {"durability": "always"},
+        },
+    )
+    run_file = runs.load(path)
+
+    def trained():
+        log = run_file.folder / "metrics.jsonl"
+        return len(log.read_text().splitlines()) if log.exists() else 0
+
+    process = runs.start("run", str(path), "--plain")
+    try:
+        for instance in ("rollout-0", "reward-0", "trainer-0", "buffer"):
+            before = trained()
+            wait_until(lambda before=before: trained() > before)
+            kill(run_file, instance)
+        output = runs.finish(process, 150)
+    finally:
+        process.kill()
+    assert "lost 0, repeated 0" in output.splitlines()[-1], output
+    expected = plain_loop(
+        folder, steps=STEPS, max_lag=1, groups=GROUPS, group_size=SIZE, new_tokens=6, lr=1e-3, slots=64, context=32
+    )
+    versions = runs.published(run_file)
+    assert max(versions) == STEPS
+    for step, weights in versions.items():
+        assert all(torch.equal(value, expected[step][name]) for name, value in weights.items()), f"step {step}"
