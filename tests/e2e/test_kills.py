@@ -10,7 +10,8 @@ import runs
 import torch
 from plain_loop import plain_loop
 
-STEPS, GROUPS, SIZE = 14, 4, 4
+STEPS, GROUPS, SIZE = 60, 4, 4
+VICTIMS = ("rollout-0", "reward-0", "trainer-0", "buffer")
 
 
 def wait_until(condition, timeout_s=60.0):
@@ -22,11 +23,9 @@ def wait_until(condition, timeout_s=60.0):
 
 
 def kill(run_file, instance):
-    """SIGKILL a process of the run by name, and wait until another one has its place."""
+    """SIGKILL a process of the run by name."""
     path = run_file.folder / "services" / f"{instance}.json"
-    old = json.loads(path.read_text())["pid"]
-    os.kill(old, signal.SIGKILL)
-    wait_until(lambda: path.exists() and json.loads(path.read_text())["pid"] != old)
+    os.kill(json.loads(path.read_text())["pid"], signal.SIGKILL)
 
 
 @pytest.mark.slow
@@ -54,13 +53,14 @@ def test_killed_processes_leave_no_trace_in_the_weights(tmp_path, model_dir):
 
     process = runs.start("run", str(path), "--plain")
     try:
-        for instance in ("rollout-0", "reward-0", "trainer-0", "buffer"):
+        for instance in VICTIMS:
             before = trained()
             wait_until(lambda before=before: trained() > before)
             kill(run_file, instance)
         output = runs.finish(process, 150)
     finally:
         process.kill()
+    assert all(any(name in line and "SIGKILL" in line for line in output.splitlines()) for name in VICTIMS), output
     assert "lost 0, repeated 0" in output.splitlines()[-1], output
     expected = plain_loop(
         folder, steps=STEPS, max_lag=1, groups=GROUPS, group_size=SIZE, new_tokens=6, lr=1e-3, slots=64, context=32
