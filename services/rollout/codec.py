@@ -19,11 +19,14 @@ class Codec:
     def __init__(self, tokenizer: Any, stop_token_ids: tuple[int, ...]) -> None:
         self.stop_token_ids = stop_token_ids
         self._tokenizer = tokenizer
+        # The Rust tokenizer behind it: the same results for a tenth of the time, which a sample of the demo would feel.
+        plain = getattr(tokenizer, "is_fast", False) and not getattr(tokenizer, "clean_up_tokenization_spaces", False)
+        self._fast = tokenizer.backend_tokenizer if plain else None
         self.encode = functools.lru_cache(CACHED)(self._encode)
 
-    def decode(self, tokens: np.ndarray, special: bool = False) -> str:
-        """Text of int32 [T], with or without special tokens."""
-        return self._tokenizer.decode(tokens, skip_special_tokens=not special)
+    def decode(self, tokens: Sequence[int], special: bool = False) -> str:
+        """Text of token ids, with or without special tokens."""
+        return (self._fast or self._tokenizer).decode(tokens, skip_special_tokens=not special)
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """A conversation in the model's chat template, up to where the assistant speaks."""
@@ -35,8 +38,12 @@ class Codec:
     def _encode(self, text: str) -> np.ndarray:
         """Tokens of a text, int32 [T], read-only; no special tokens are added."""
         try:
-            tokens = np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+            if self._fast is not None:
+                ids = self._fast.encode(text, add_special_tokens=False).ids
+            else:
+                ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         except Exception as error:  # tokenizers raises bare Exception
             raise InvalidInput(f"the tokenizer cannot encode {text[:80]!r}: {error}", "TOKENIZE") from error
+        tokens = np.asarray(ids, np.int32)
         tokens.flags.writeable = False
         return tokens

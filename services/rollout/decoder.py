@@ -52,6 +52,7 @@ class Decoder:
     ) -> None:
         self.model: Any = model.eval()
         self.config = self.model.config.get_text_config()
+        self.vocabulary: int = self.config.vocab_size
         self.slots, self.context, self.deterministic = slots, context, deterministic
         self.recompute_on_swap = recompute_on_swap
         self.version = version or policy_pb2.PolicyVersion()
@@ -97,9 +98,8 @@ class Decoder:
                 f"max_new_tokens = {request.max_new_tokens} is not at least 1", "MAX_NEW_TOKENS", field="max_new_tokens")
         if request.routes and self.capture is None:
             raise InvalidInput("routes are not captured here; set rollout.capture_routes = true", "ROUTES", field="routes")
-        vocabulary = self.config.vocab_size
-        if not 0 <= request.prompt.min() <= request.prompt.max() < vocabulary:
-            raise InvalidInput(f"prompt has a token outside of 0..{vocabulary - 1}", "TOKEN", field="prompt")
+        if not 0 <= request.prompt.min() <= request.prompt.max() < self.vocabulary:
+            raise InvalidInput(f"prompt has a token outside of 0..{self.vocabulary - 1}", "TOKEN", field="prompt")
 
     @torch.inference_mode()
     def abort(self, requests: Iterable[int]) -> list[tuple[Request, Generation]]:
@@ -177,7 +177,7 @@ class Decoder:
         source, target = self.rows.remove(rows)
         if len(source):
             length = int(self.rows.length[target].max())
-            self.cache.move(torch.from_numpy(source), torch.from_numpy(target), length)
+            self.cache.move(self._tensor(source), self._tensor(target), length)
         return ended
 
     # prompt passes

@@ -25,7 +25,7 @@ from slipstream.environment import Action, Observation, Reset, Step
 from slipstream.errors import InvalidInput
 from slipstream.protos.buffer.v1 import samples_pb2
 from slipstream.protos.types.v1 import sample_pb2
-from slipstream.sample import FINISH_LENGTH, Sample, Segment, Span, decode, encode, validate
+from slipstream.sample import FINISH_LENGTH, Sample, Segment, Span, decode, encode
 from slipstream.sample import crc32c as checksum
 
 
@@ -73,12 +73,12 @@ class Episode:
             return
         if observation.tokens is not None:
             new = np.asarray(observation.tokens, np.int32)
-            self._observed = self.codec.decode(new)
+            self._observed = self.codec.decode(new.tolist())
         else:
             self._observed = observation.text or ""
             new = self.codec.encode(self._observed)
         if self._messages:  # plain text in a conversation: it is part of what the template would have to reproduce
-            self._rendered += self.codec.decode(new, special=True)
+            self._rendered += self.codec.decode(new.tolist(), special=True)
         self._prompt = np.concatenate([self._prompt, new])
 
     def request(self) -> Request:
@@ -94,16 +94,17 @@ class Episode:
     def answered(self, generation: Generation) -> Action:
         """Note the model's answer to `request`; the action for the environment."""
         segment = self._open()
-        context, new = len(self._prompt) - len(segment.tokens), len(generation.tokens)
-        segment.tokens = np.concatenate([self._prompt, generation.tokens])
-        segment.loss_mask = np.concatenate([segment.loss_mask, np.zeros(context, bool), np.ones(new, bool)])
-        segment.logprobs = np.concatenate([segment.logprobs, generation.logprobs])
+        known, size, new = len(segment.loss_mask), len(self._prompt), len(generation.tokens)
+        loss_mask = np.zeros(size + new, bool)
+        loss_mask[:known], loss_mask[size:] = segment.loss_mask, True
+        segment.tokens, segment.loss_mask = np.concatenate([self._prompt, generation.tokens]), loss_mask
+        segment.logprobs = np.concatenate([segment.logprobs, generation.logprobs]) if known else generation.logprobs
         segment.spans = _joined(segment.spans, generation.spans)
         if generation.routes is not None:
-            known = segment.routes if segment.routes is not None else generation.routes[:0]
-            segment.routes = np.concatenate([known, generation.routes[len(known) :]])
+            first = segment.routes if segment.routes is not None else generation.routes[:0]
+            segment.routes = np.concatenate([first, generation.routes[len(first) :]])
         self.finish_reason = generation.finish_reason
-        answer = segment.tokens[len(segment.tokens) - new - self._resumed :]
+        answer = segment.tokens[len(segment.tokens) - new - self._resumed :].tolist()
         self._resumed = 0
         self.turn += 1
         text = self.codec.decode(answer)
@@ -112,7 +113,7 @@ class Episode:
         if self._messages:
             self._messages.append({"role": "assistant", "content": text})
             self._rendered += self.codec.decode(answer, special=True)
-        return Action(text, answer.tolist(), generation.finish_reason)
+        return Action(text, answer, generation.finish_reason)
 
     def stepped(self, step: Step) -> None:
         """Note the value of a turn."""
@@ -131,9 +132,10 @@ class Episode:
         return encode(self.sample())
 
     def submission(self) -> samples_pb2.SubmittedSample:
-        """The finished sample with its score or its transcript. Raises InvalidInput when it may never be trained."""
+        """The finished sample with its score or its transcript. The buffer checks it; here only that there is something."""
         sample = self.sample()
-        validate(sample)
+        if not sample.generated_tokens:
+            raise InvalidInput("no token was generated", "NO_GENERATED_TOKENS")
         body = encode(sample)
         oldest, newest = sample.steps
         submitted = samples_pb2.SubmittedSample(

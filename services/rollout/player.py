@@ -51,6 +51,7 @@ class Running:
     key: Key
     lease: SampleLease
     episode: Episode
+    name: str  # of the episode at its environment: unique per attempt
     restarts: int = 0
     request: Request | None = None  # while the engine has it
     future: asyncio.Future[Generation] | None = None
@@ -58,24 +59,19 @@ class Running:
     gone: bool = False  # fenced or handed back: whatever still comes is ignored
 
     @property
-    def name(self) -> str:
-        """Id of the episode at its environment: unique per attempt."""
-        return "-".join(map(str, (*self.key, self.restarts)))
-
-    @property
     def environment(self) -> str:
         return self.lease.task.environment
 
 
 class Player:
-    """Plays episodes. `finished(key, submission)` is called once for each that was not aborted."""
+    """Plays episodes. `finished(key, submission)` is called once for each that was not aborted, `settled()` after each lot."""
 
     def __init__(
         self, context: ServiceContext, engine: Engine, environments: Mapping[str, EnvironmentClient], metrics: RolloutMetrics,
-        finished: Callable[[Key, SubmittedSample], None],
+        finished: Callable[[Key, SubmittedSample], None], settled: Callable[[], None],
     ) -> None:
         self._context, self._engine, self._environments, self._metrics = context, engine, environments, metrics
-        self._finished = finished
+        self._finished, self._settled = finished, settled
         self._run: RunFile = context.run
         self._turns = {e.name: e.max_turns for e in context.run.environments}
         self._generated: list[tuple[Running, asyncio.Future[Generation]]] = []
@@ -93,8 +89,9 @@ class Player:
         lots: dict[str, list[Running]] = {}
         rollout = self._run.rollout
         for lease in leases:
-            running = Running(key_of(lease.lease), lease, Episode(
-                lease, self.codec, rollout.max_new_tokens, rollout.context, rollout.capture_routes))
+            episode = Episode(lease, self.codec, rollout.max_new_tokens, rollout.context, rollout.capture_routes)
+            key = key_of(lease.lease)
+            running = Running(key, lease, episode, "{}-{}-{}-{}".format(*key))
             self.running[running.key] = running
             lots.setdefault(running.environment, []).append(running)
         for environment, lot in lots.items():
@@ -137,6 +134,7 @@ class Player:
         if client is None:
             for running in lot:
                 self._fail(running, f"environment {environment!r} is not in the run file of this worker")
+            self._settled()
             return
         for retry in range(1 << 30):
             lot = [r for r in lot if not r.gone]
@@ -144,6 +142,7 @@ class Player:
             with self._calling("reset", environment, len(items)):
                 results = await client.reset(items)
             lot = [r for r, result in zip(lot, results, strict=True) if not self._started(r, result)]
+            self._settled()
             if not lot:
                 return
             await self._pause(environment, lot, retry)
@@ -179,6 +178,7 @@ class Player:
                 elif await self._stepped(running, result):
                     ended.append(running.name)
             lot = again
+            self._settled()
             if not lot:
                 break
             await self._pause(environment, lot, retry)
@@ -223,6 +223,7 @@ class Player:
     def _restart(self, running: Running) -> None:
         """The environment has forgotten the episode (it was restarted): begin afresh under a new id."""
         running.restarts += 1
+        running.name = "{}-{}-{}-{}-{}".format(*running.key, running.restarts)
         old = running.episode
         running.episode = Episode(running.lease, old.codec, old.max_new_tokens, old.context, old.routes)
         self._spawn("reset", running.environment, self._reset(running.environment, [running]))

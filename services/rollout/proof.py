@@ -21,7 +21,7 @@ def prove(decoder: Decoder) -> None:
     """Raises InvalidInput, naming the model's class, when a promise does not hold. Takes about ten passes."""
     name = type(decoder.model).__name__
     size = max(1, min(5, decoder.context - NEW_TOKENS - 1))
-    prompts = [np.arange(i, i + max(1, size - i % 3), dtype=np.int32) % decoder.config.vocab_size for i in range(4)]
+    prompts = [np.arange(i, i + max(1, size - i % 3), dtype=np.int32) % decoder.vocabulary for i in range(4)]
     requests = [Request(prompt, NEW_TOKENS, seed=i) for i, prompt in enumerate(prompts)]
     together = decoder.decode(requests)
     dtype = next(decoder.model.parameters()).dtype

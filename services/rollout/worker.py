@@ -12,6 +12,8 @@ dies its leases lapse and others take over; a lease lost to another is told by a
 from __future__ import annotations
 
 import asyncio
+import gc
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
@@ -54,7 +56,7 @@ class RolloutWorker:
         self._submitting = 0
         self._room, self._news = asyncio.Event(), asyncio.Event()
         self._idle, self._quiet = asyncio.Event(), asyncio.Event()
-        self._player = Player(context, engine, environments, metrics, self._finished)
+        self._player = Player(context, engine, environments, metrics, self._finished, self._advance)
         self.weights = Weights(context, engine, metrics, self._before_swap, self._advance)
         self._intake: asyncio.Task[None] | None = None
         self._finished_count = 0
@@ -96,6 +98,10 @@ class RolloutWorker:
             while self._engine.version is None:
                 await self._room.wait()
                 self._room.clear()
+        # What is loaded by now stays. Otherwise the collector walks all of torch and transformers every few thousand samples:
+        # a third of this thread's time in the demo.
+        gc.collect()
+        gc.freeze()
         self._note()
         while True:
             busy = self._in_hand >= self._slots
@@ -155,7 +161,6 @@ class RolloutWorker:
         if key in self._leases:
             self._done.append((key, submission))
             self._news.set()
-        self._advance()
 
     async def _submit(self) -> None:
         context = self._context
@@ -169,10 +174,14 @@ class RolloutWorker:
             request = pb.SubmitSamplesRequest(worker=context.arguments.instance, samples=[s for _, s in lot])
             response = await rpc.call_until(
                 self._buffer.SubmitSamples, request, CALL_S, context.waits, f"buffer: {len(lot)} samples", context.clock)
-            pause_s = 0.0
+            pause_s, outcomes = 0.0, Counter[str]()
             for (key, submission), result in zip(lot, response.results, strict=True):
-                pause_s = max(pause_s, self._acknowledged(key, submission, result))
+                outcome, again_s = self._acknowledged(key, submission, result)
+                outcomes[outcome] += outcome not in ("deferred", "malformed")  # these come again
+                pause_s = max(pause_s, again_s)
             self._submitting = 0
+            for outcome, count in outcomes.items():
+                self._metrics.episodes.labels(outcome).inc(count)
             self._note()
             if pause_s:
                 with context.waits.on("buffer: room for samples"):
@@ -190,25 +199,24 @@ class RolloutWorker:
         self._submitting = len(lot)
         return lot
 
-    def _acknowledged(self, key: Key, submission: pb.SubmittedSample, result: pb.SubmitResult) -> float:
-        """Settle one item; seconds to wait before the next try when it has to be sent again."""
-        error = from_status(result.status)
+    def _acknowledged(self, key: Key, submission: pb.SubmittedSample, result: pb.SubmitResult) -> tuple[str, float]:
+        """Settle one item: (outcome, seconds to wait before the next try when it has to be sent again)."""
+        error = from_status(result.status) if result.status.code else None
         if isinstance(error, Unavailable):
             self._done.append((key, submission))
             self._news.set()
-            return error.retry_s or 0.5
+            return "deferred", error.retry_s or 0.5
         if isinstance(error, InvalidInput) and not submission.failure:
             self._refused(key, error)
-            return 0.0
+            return "malformed", 0.0
         self._leases.pop(key, None)
         self._finished_count += 1
         outcome = "refused" if error else "failed" if submission.failure else "submitted"
         if not error and result.outcome == pb.OUTCOME_OUTDATED:
             outcome = "outdated"
-        self._metrics.episodes.labels(outcome).inc()
         if error:
             log.warning("sample refused", reason=error.reason, error=error.message, draw=key[1], sample=key[2], attempt=key[3])
-        return 0.0
+        return outcome, 0.0
 
     def _refused(self, key: Key, error: SlipstreamError) -> None:
         """The buffer will never take this body: close the sample with the reason instead of letting its lease lapse."""
