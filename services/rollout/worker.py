@@ -12,7 +12,6 @@ dies its leases lapse and others take over; a lease lost to another is told by a
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -28,7 +27,7 @@ from slipstream.protos.buffer.v1 import samples_pb2 as pb
 from slipstream.protos.buffer.v1.samples_pb2_grpc import SampleServiceStub
 from slipstream.protos.types.v1.sample_pb2 import Lease
 from slipstream.sample import crc32c
-from slipstream.service import ServiceContext
+from slipstream.service import ServiceContext, long_lived
 from slipstream.telemetry import RolloutMetrics
 
 POLL_S = 10.0
@@ -36,6 +35,10 @@ CALL_S = 30.0
 IDLE_S = 5.0  # between polls once the run has no more work
 DRAIN_S = 10.0  # time to finish what is in flight at a stop
 SUBMIT_BYTES = 16 << 20  # bodies of one SubmitSamples call
+# Each call costs every service on the way a fixed price, so finished samples gather for this long, or until this share of the
+# slots is done, or until nothing is in flight that they could wait for.
+GATHER_S = 0.1
+GATHER_SHARE = 3
 
 log = logs.get("rollout")
 
@@ -98,10 +101,7 @@ class RolloutWorker:
             while self._engine.version is None:
                 await self._room.wait()
                 self._room.clear()
-        # What is loaded by now stays. Otherwise the collector walks all of torch and transformers every few thousand samples:
-        # a third of this thread's time in the demo.
-        gc.collect()
-        gc.freeze()
+        long_lived()  # torch and transformers: walking them again and again was a third of this thread's time in the demo
         self._note()
         while True:
             busy = self._in_hand >= self._slots
@@ -166,6 +166,7 @@ class RolloutWorker:
         context = self._context
         while True:
             await self._news.wait()
+            await self._gather()
             lot = self._next_lot()
             if not lot:
                 self._news.clear()
@@ -186,6 +187,19 @@ class RolloutWorker:
             if pause_s:
                 with context.waits.on("buffer: room for samples"):
                     await context.clock.sleep(pause_s)
+
+    async def _gather(self) -> None:
+        """Wait for company; see GATHER_S. What is last in flight never waits."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + GATHER_S
+        while self._player.running and self._done and len(self._done) * GATHER_SHARE < self._slots:
+            self._news.clear()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._news.wait()
+            except TimeoutError:
+                break
+        self._news.set()
 
     def _next_lot(self) -> list[tuple[Key, pb.SubmittedSample]]:
         """As much as one call takes."""

@@ -37,7 +37,7 @@ from slipstream.errors import Conflict, SlipstreamError
 from slipstream.lifecycle import FINISH, STOP_INTAKE
 from slipstream.manifest import RawTensor
 from slipstream.protos.buffer.v1 import batches_pb2, batches_pb2_grpc
-from slipstream.service import ServiceContext
+from slipstream.service import ServiceContext, long_lived
 
 RPC_TIMEOUT_S = 20.0
 WRITE_TIMEOUT_S = 600.0
@@ -124,6 +124,7 @@ class TrainerLoop:
         await self._publish(await self._in_torch(self.learner.weights))
         await self._checkpoint()  # step 0 is one, too: a restart does not warm up again
         self._show()
+        long_lived()
         log.info("trainer starts", step=self.step, incarnation=self.incarnation, resumed=loaded is not None)
 
     async def _take_over(self) -> tuple[Header, Snapshot] | None:
