@@ -6,9 +6,10 @@ import signal
 import time
 
 import pytest
-import runs
 import torch
-from plain_loop import plain_loop
+
+from tests.e2e import runs
+from tests.e2e.plain_loop import plain_loop
 
 STEPS, GROUPS, SIZE = 60, 4, 4
 VICTIMS = ("rollout-0", "reward-0", "trainer-0", "buffer")

@@ -1,9 +1,10 @@
 """The pinned schedule is a plain loop: five processes, any number of workers, the same weights bit for bit."""
 
 import pytest
-import runs
 import torch
-from plain_loop import plain_loop
+
+from tests.e2e import runs
+from tests.e2e.plain_loop import plain_loop
 
 STEPS, GROUPS, SIZE = 4, 4, 4
 
