@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 FINISH_STOP = sample_pb2.FINISH_REASON_STOP
 FINISH_LENGTH = sample_pb2.FINISH_REASON_LENGTH
+MOST_NAMES = 12  # in an error message
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,10 +214,13 @@ def named(entry: str, setting: str) -> Any:
 
 
 def nearest(name: str, known: Sequence[str] | Mapping[str, Any]) -> str:
-    """A hint for a wrong name: the nearest known one, or all of them."""
+    """A hint for a wrong name: the nearest known one, or the first few."""
     names = [n for n in known if not n.startswith("_")]
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(names)) or 'none'}"
+    if near:
+        return f"did you mean {near[0]!r}?"
+    few = [*sorted(names)[:MOST_NAMES], *(["..."] if len(names) > MOST_NAMES else [])]
+    return f"known: {', '.join(few) or 'none'}"
 
 
 def connect(settings: config.Environment, waits: Waits | None = None, clock: Clock | None = None) -> EnvironmentClient:

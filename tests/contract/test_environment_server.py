@@ -177,3 +177,11 @@ async def test_a_hanging_call_does_not_hold_up_the_end_of_the_process(tmp_path):
         assert isinstance(late, SlipstreamError) and late.reason == "TIMEOUT"
         process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(process.wait(), 10) == 0
+
+
+async def test_the_sdk_loads_nothing_heavy():
+    """An environment's author needs neither torch nor transformers, nor what datasets and S3 need."""
+    code = ("import sys, slipstream.environment, slipstream.environments.server, slipstream.environments.dataset\n"
+            "print({'torch', 'transformers', 'pyarrow', 'aiobotocore'} & set(sys.modules))")
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE)
+    assert (await process.communicate())[0].decode().strip() == "set()"
