@@ -22,7 +22,7 @@ async def test_a_lease_is_one_sample_of_one_draw(walk: Walk) -> None:
         assert s.seed == seeds.sample_seed(0, draw, index)
         assert s.task.environment == "sort-digits" and s.task.seed == seeds.task_seed(0, "sort-digits", draw)
         assert (s.group_size, s.lease.attempt) == (4, 1)
-    assert len({s.task.index for s in leases}) == 8
+    assert len({s.task.index for s in leases}) == 8 and len({s.seed for s in leases}) == 32
 
 
 async def test_the_budget_is_what_bounds_the_lag(walk: Walk) -> None:

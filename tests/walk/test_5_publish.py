@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import torch
+
 from slipstream import rpc
 from slipstream.manifest import read_manifest, read_tensors
+from slipstream.model import cooked
 from slipstream.protos.buffer.v1 import policy_pb2
 from tests.walk.hops import Walk, lease, publish, up_to_batch, write
 
@@ -32,8 +35,9 @@ async def test_a_version_is_exactly_the_trainers_weights(walk: Walk) -> None:
     manifest = await read_manifest(walk.store, version, walk.run.run.name)
     assert (manifest.number, manifest.step, manifest.incarnation) == (2, 1, 1)
     assert {t.key for t in manifest.tensors} == {"versions/00000002-1/model.safetensors"}
-    read = {t.name: bytes(t.data) for t in await read_tensors(walk.store, manifest)}
-    assert read == {t.name: bytes(t.data) for t in walk.learner.weights()}
+    trained = walk.learner.model.state_dict()
+    assert {t.name for t in manifest.tensors} == trained.keys()
+    assert all(torch.equal(cooked(t), trained[t.name]) for t in await read_tensors(walk.store, manifest))
 
 
 async def test_a_publication_makes_room_for_the_next_draws(walk: Walk) -> None:

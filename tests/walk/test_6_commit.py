@@ -62,6 +62,8 @@ async def test_the_next_trainer_goes_on_where_the_checkpoint_is(walk: Walk) -> N
     learner.load(loaded[1])
     again = await read_batch(walk, 2)
     assert again.audit == lost.audit and learner.step(again.groups, 2) == metrics
+    for ours, theirs in zip(learner.weights(), walk.learner.weights(), strict=True):
+        assert bytes(ours.data) == bytes(theirs.data), ours.name
 
     with pytest.raises(Fenced, match="incarnation 2 has taken over from 1"):
         await checkpoints.save(walk.learner.snapshot(), step=2, incarnation=1, ledger_sequence=0)
