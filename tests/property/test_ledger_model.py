@@ -70,6 +70,9 @@ class Pair:
         return answers[0]
 
 
+UNPACK = "return cjson.encode(cmsgpack.unpack(ARGV[1]))"
+
+
 async def contents(client: Any, ledger: RedisLedger) -> dict[str, Any]:
     """What Redis holds, in the model's shape."""
     async with client.pipeline() as pipe:
@@ -86,7 +89,7 @@ async def contents(client: Any, ledger: RedisLedger) -> dict[str, Any]:
         raw = dict(zip(NAMES, await pipe.execute(), strict=True))
     meta = {k.decode(): v.decode() for k, v in raw["meta"].items()}
     lineage = json.loads(meta.pop("lineage", "[]"))
-    groups = {int(d): json.loads(g) for d, g in raw["groups"].items()}
+    groups = {int(d): json.loads(await client.eval(UNPACK, 0, g)) for d, g in raw["groups"].items()}
     for group in groups.values():
         group.pop("rid", None)
     out: dict[str, Any] = {
