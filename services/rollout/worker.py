@@ -38,7 +38,7 @@ SUBMIT_BYTES = 16 << 20  # bodies of one SubmitSamples call
 # Each call costs every service on the way a fixed price, so finished samples gather for this long, or until this share of the
 # slots is done, or until nothing is in flight that they could wait for.
 GATHER_S = 0.1
-GATHER_SHARE = 3
+GATHER_SHARE = 2
 
 log = logs.get("rollout")
 
