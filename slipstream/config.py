@@ -230,8 +230,8 @@ class RunFile(Section):
             raise ValueError("schedule.group_timeout_s and a pinned schedule contradict: a wall-clock deadline changes batches")
         if rollout.heartbeat_s >= rollout.lease_s:
             raise ValueError(
-                f"rollout.heartbeat_s = {rollout.heartbeat_s:g} is not below rollout.lease_s = {rollout.lease_s:g}: every lease "
-                "would lapse; a quarter of it is a good value"
+                f"rollout.heartbeat_s = {rollout.heartbeat_s:g} is not below rollout.lease_s = {rollout.lease_s:g}: every "
+                "lease would lapse; a quarter of it is a good value"
             )
         names = [e.name for e in self.environments]
         if duplicate := next((n for n in names if names.count(n) > 1), None):

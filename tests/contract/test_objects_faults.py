@@ -13,6 +13,8 @@ from slipstream.errors import Conflict, Exhausted, Unavailable
 from slipstream.objects import FileStore
 from slipstream.s3 import TRIES, S3Store
 
+pytestmark = pytest.mark.slow
+
 WRITER = """
 import asyncio, sys
 from slipstream.objects import FileStore

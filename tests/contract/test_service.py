@@ -17,6 +17,8 @@ from slipstream.errors import ConfigError
 from slipstream.lifecycle import Lifecycle, SystemClock
 from slipstream.protos.types.v1 import policy_pb2, status_pb2, status_pb2_grpc
 
+pytestmark = pytest.mark.slow
+
 # A service for tests; what it does after it serves is the argument of `start`.
 PROGRAM = """
 import asyncio, os, sys, time

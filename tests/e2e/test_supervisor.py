@@ -17,6 +17,8 @@ import pytest
 from slipstream.cli.run_folder import RunFolder, alive, held, read_json
 from tests.e2e.fake_services import events
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 DRIVER = """
 import sys, json, time

@@ -10,6 +10,8 @@ from services.reward.scorers import Scorers, kind_of_failure, last_number
 from slipstream.errors import ConfigError, NotFound
 from slipstream.protos.types.v1.sample_pb2 import Score, Transcript
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 async def scorers(monkeypatch):

@@ -17,6 +17,8 @@ from slipstream.protos.buffer.v1 import scores_pb2_grpc
 from slipstream.protos.reward.v1 import reward_pb2, reward_pb2_grpc
 from slipstream.protos.types.v1 import sample_pb2
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 
 
