@@ -44,6 +44,7 @@ docs: $(VENV)/.test  ## regenerate docs/reference from code
 
 bench: $(VENV)/.demo  ## every benchmark of the README
 	$(BIN)/python -m benchmarks.overlap --json benchmarks/results/overlap.json
+	$(BIN)/python -m benchmarks.cost --json benchmarks/results/cost.json
 	$(BIN)/python -m benchmarks.engine --json benchmarks/results/engine.json
 
 clean:  ## remove the environment, caches and runs
