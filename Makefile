@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
 RUN ?= examples/sort-digits/run.toml
 
 .DEFAULT_GOAL := help
@@ -12,12 +12,14 @@ $(BIN)/python:
 
 # What a run on this machine needs: the package with torch and transformers.
 $(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) -e '.[demo]'
+	@echo 'installing slipstream with torch into $(VENV) (a minute or two)'
+	@$(PIP) -e '.[demo]'
 	@touch $@
 
 # What the tests, linters and generators need on top.
 $(VENV)/.test: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) -e '.[test]'
+	@echo 'installing what the tests need into $(VENV) (a minute or two)'
+	@$(PIP) -e '.[test]'
 	@touch $@ $(VENV)/.demo
 
 demo: $(VENV)/.demo  ## train the tiny model on "sort digits" with all services, in a live view
