@@ -33,6 +33,7 @@ from slipstream.telemetry import RolloutMetrics
 
 INLINE_ROUTES_BYTES = 64 << 10  # larger routes go to the object store
 RETRY_S = 0.5
+LOGGED_FAILURES = 16  # in a row, each with its line; then every power of two
 RESTARTS = 3  # times an episode that its environment forgot is begun afresh
 
 log = logs.get("rollout")
@@ -77,6 +78,8 @@ class Player:
         self._generated: list[tuple[Running, asyncio.Future[Generation]]] = []
         self._handed_back: list[tuple[Key, bytes]] = []
         self._tasks = 0
+        self.failures = 0  # episodes that failed since the last one that did not
+        self.failure = ""  # the last reason
         self.running: dict[Key, Running] = {}
 
     @functools.cached_property
@@ -279,14 +282,18 @@ class Player:
             return
         if self.running.pop(running.key, None):
             running.gone = True
+            self.failures = 0
             self._finished(running.key, submission)
 
     def _fail(self, running: Running, reason: str) -> None:
         """An environment's failure is data: the sample is closed with it."""
         if not running.gone and self.running.pop(running.key, None):
             running.gone = True
-            log.warning(
-                "episode failed", failure=reason, draw=running.key[1], sample=running.key[2], task=running.lease.task.index)
+            self.failures, self.failure = self.failures + 1, reason
+            if self.failures <= LOGGED_FAILURES or not self.failures & (self.failures - 1):
+                log.warning(
+                    "episode failed", failure=reason, draw=running.key[1], sample=running.key[2], task=running.lease.task.index,
+                    failed_in_a_row=self.failures)
             self._finished(running.key, SubmittedSample(lease=running.lease.lease, failure=reason[:500]))
 
     async def _store_routes(self, running: Running) -> None:

@@ -34,6 +34,8 @@ POLL_S = 10.0
 CALL_S = 30.0
 IDLE_S = 5.0  # between polls once the run has no more work
 DRAIN_S = 10.0  # time to finish what is in flight at a stop
+FAILURES_IN_A_ROW = 64  # from here on the worker takes its time, up to MOST_PAUSE_S between two leases
+MOST_PAUSE_S = 10.0
 SUBMIT_BYTES = 16 << 20  # bodies of one SubmitSamples call
 # Each call costs every service on the way a fixed price, so finished samples gather for this long, or until this share of the
 # slots is done, or until nothing is in flight that they could wait for.
@@ -107,6 +109,7 @@ class RolloutWorker:
             busy = self._in_hand >= self._slots
             with context.waits.on(f"free slots: {self._in_hand} samples in flight") if busy else nullcontext():
                 await self._room.wait()
+            await self._spare_a_broken_environment()
             version = self._engine.version
             request = pb.LeaseSamplesRequest(
                 worker=context.arguments.instance, max_samples=self._slots - self._in_hand, wait=rpc.duration(POLL_S),
@@ -120,6 +123,15 @@ class RolloutWorker:
             elif response.finished:
                 with context.waits.on("nothing: every batch of the run has its samples"):
                     await context.clock.sleep(IDLE_S)
+
+    async def _spare_a_broken_environment(self) -> None:
+        """Where every episode fails, asking for more at full speed only burns tasks and fills logs."""
+        player = self._player
+        if player.failures >= FAILURES_IN_A_ROW:
+            pause_s = min(MOST_PAUSE_S, 0.1 * player.failures / FAILURES_IN_A_ROW)
+            sentence = f"a pause: {player.failures} episodes in a row failed, the last with: {player.failure}"
+            with self._context.waits.on(sentence):
+                await self._context.clock.sleep(pause_s)
 
     def _take(self, leases: Sequence[pb.SampleLease]) -> None:
         for lease in leases:

@@ -9,8 +9,9 @@ publishing (a batch may need the newest version) or committing (`checkpoint_now`
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -44,6 +45,7 @@ class TrainingBatch:
     ledger_sequence: int
     drops: dict[str, int]
     components: dict[str, float]
+    score_failures: dict[str, int] = field(default_factory=dict)  # reason -> samples
 
 
 class BatchReader:
@@ -105,6 +107,7 @@ def assemble(batch: batches_pb2.Batch, bodies: dict[Key, bytes]) -> TrainingBatc
     groups: list[Group] = []
     audit: list[AuditEntry] = []
     components: dict[str, list[float]] = {}
+    failures: Counter[str] = Counter()
     for wire in batch.groups:
         members = []
         for member in wire.members:
@@ -117,6 +120,8 @@ def assemble(batch: batches_pb2.Batch, bodies: dict[Key, bytes]) -> TrainingBatc
                 raise InvalidInput(f"{place} is not the one that was recorded", "BODY_CHECKSUM", batch=batch.batch)
             # A failure of the verifier is data: it counts as 0.
             reward = 0.0 if member.score.failure else member.score.scalar
+            if member.score.failure:
+                failures[member.score.failure[:200]] += 1
             members.append(Member(key[2], decode(body), reward))
             audit.append((key[1], key[2], crc, key[0]))
             for name, value in member.score.components.items():
@@ -126,7 +131,7 @@ def assemble(batch: batches_pb2.Batch, bodies: dict[Key, bytes]) -> TrainingBatc
     for drop in batch.drops:
         drops[drop.reason] = drops.get(drop.reason, 0) + 1
     means = {name: sum(values) / len(values) for name, values in sorted(components.items())}
-    return TrainingBatch(batch.batch, groups, audit, batch.ledger_sequence, drops, means)
+    return TrainingBatch(batch.batch, groups, audit, batch.ledger_sequence, drops, means, dict(failures))
 
 
 def _key(sample: sample_pb2.SampleId) -> Key:

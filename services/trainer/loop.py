@@ -272,7 +272,8 @@ class TrainerLoop:
         self.last = {
             "step": batch.number, **metrics, "step_s": step_s, "wait_s": wait_s, "tokens_per_s": metrics["tokens"] / elapsed_s,
             "version": self.publisher.newest, "incarnation": self.incarnation, "checkpoint_step": self.checkpoint_step,
-            "drops": batch.drops, "components": batch.components, "time_unix": self.clock.unix()}
+            "drops": batch.drops, "components": batch.components, "score_failures": batch.score_failures,
+            "time_unix": self.clock.unix()}
         self.records.metrics(self.last)
         show_metrics(self.telemetry, self.last)
         self._show()

@@ -120,9 +120,10 @@ def report(run_file: RunFile, folder: RunFolder, ending: Ending, found: Audit, s
         if (folder.model / "config.json").exists():
             print(f'sample   slipstream generate {name} "{example_prompt(run_file)}"')
     if ending.reason == "stopped":
-        print(f"stopped at step {metrics.step} of {run_file.run.steps}: the same command goes on from the last checkpoint")
+        print(f"stopped at step {metrics.step} of {run_file.run.steps}: `slipstream run` with the same run file and without "
+              "--fresh goes on from the last checkpoint")
     if ending.reason != "failed":
-        code = code or verdict(run_file, metrics, found)
+        code = code or verdict(run_file, metrics, found, ending.reason == "stopped")
     sys.stdout.flush()
     if ending.error:
         print(f"slipstream: {ending.error}", file=sys.stderr, flush=True)
@@ -132,15 +133,19 @@ def report(run_file: RunFile, folder: RunFolder, ending: Ending, found: Audit, s
     return code
 
 
-def verdict(run_file: RunFile, metrics: Metrics, found: Audit) -> int:
-    """0, or 1 with a line that says why the run is no success."""
+def verdict(run_file: RunFile, metrics: Metrics, found: Audit, stopped: bool = False) -> int:
+    """0, or 1 with a line that says why the run is no success. Who stops it does not ask whether the target was reached."""
     target, rewards = run_file.run.target_reward, metrics.first_and_last_reward
     complaints = []
-    if target is not None and (rewards is None or rewards[1] < target):
+    if not stopped and target is not None and (rewards is None or rewards[1] < target):
         reached = "no step was trained" if rewards is None else f"the mean of the last {WINDOW} steps is {rewards[1]:.3f}"
         complaints.append(f"run.target_reward = {target:g} was not reached: {reached}")
     if metrics.step and not found.clean:
         complaints.append(f"the audit is not clean ({found.sentence}): see audit/trainer.jsonl and logs/buffer.log")
+    failures: dict[str, int] = metrics.last.get("score_failures") or {}
+    if failures and sum(failures.values()) == metrics.last.get("samples"):
+        reason = max(failures, key=lambda r: failures[r])
+        complaints.append(f"every score of the last step failed, most often with {reason!r}: see logs/reward-*.log")
     for complaint in complaints:
         print(f"slipstream: {complaint}", file=sys.stderr, flush=True)
     return 1 if complaints else 0

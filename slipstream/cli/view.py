@@ -54,6 +54,9 @@ def line(snapshot: Snapshot) -> str:
     parts = [f"step {m.step}/{snapshot.steps}", f"reward {number(m.mean('reward_mean'), 2)}",
              f"tokens/s {count(m.mean('tokens_per_s'))}", f"lag {number(m.mean('lag_mean'), 1)}",
              f"gap {number(m.mean('gap_mean'), 2, 'e')}"]
+    if failures := m.last.get("score_failures"):
+        reason = max(failures, key=lambda r: failures[r])
+        parts.append(f"{sum(failures.values())} of {m.last.get('samples')} scores failed ({reason[:80]})")
     versions = [str(s.version) for s in snapshot.services if s.service == "rollout" and s.version]
     if versions:
         parts.append(f"versions {','.join(versions)}")

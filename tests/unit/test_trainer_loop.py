@@ -229,12 +229,16 @@ async def test_warm_up_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(loop_module, "warm_up", counted)
     run = run_file(tmp_path, run={"steps": 1}, trainer={"warmup": {"steps": 3}, "checkpoint_every": 1})
     buffer = FakeBuffer(steps=1)
-    buffer.gate = lambda batch: "held"
     async with rpc.Server("127.0.0.1", 0, buffer.registrations) as server:
         first = Start(run, server.address)
-        buffer.on_event = lambda e: first.lifecycle.request_stop("SIGTERM") if e[:2] == ("publish", 0) else None
+
+        def stop_at_the_first_lease(batch: int) -> str:
+            first.lifecycle.request_stop("SIGTERM")
+            return "held"
+
+        buffer.gate = stop_at_the_first_lease
         assert await first.code == 0
-        buffer.on_event, buffer.gate = (lambda e: None), (lambda batch: "")
+        buffer.gate = lambda batch: ""
         assert await Start(run, server.address).code == 0
     assert [e[1:] for e in buffer.kinds("incarnation")] == [(1, 0), (2, 0)]
     published = [e[2] for e in buffer.kinds("publish") if e[1] == 0]
