@@ -8,6 +8,7 @@ Every call has a deadline. Idempotent calls go through `call_until`, which rides
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import inspect
@@ -36,6 +37,7 @@ Observe = Callable[[str, str, float], None]
 
 MESSAGE_BYTES = 64 << 20
 STATUS_DETAILS = "grpc-status-details-bin"
+_REACHED_S = 2.0
 _BACKOFF_S, _BACKOFF_MOST_S = 0.05, 2.0
 _LIMITS = [
     ("grpc.max_send_message_length", MESSAGE_BYTES),
@@ -131,6 +133,8 @@ async def call_until(
     started, backoff_s = clock.monotonic(), _BACKOFF_S
     with waits.on(what) as wait:
         while True:
+            # A try that lasts has reached somebody: the former error is over.
+            over = asyncio.get_running_loop().call_later(_REACHED_S, setattr, wait, "sentence", what)
             try:
                 return await call(method, request, timeout_s)
             except Unavailable as error:
@@ -140,6 +144,8 @@ async def call_until(
                 pause_s = backoff_s * jitter()
                 if error.retry_s is not None:
                     pause_s += error.retry_s
+            finally:
+                over.cancel()
             await clock.sleep(pause_s)
             backoff_s = min(backoff_s * 2, _BACKOFF_MOST_S)
 

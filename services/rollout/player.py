@@ -157,7 +157,7 @@ class Player:
         if isinstance(result, Unavailable):
             return False
         if isinstance(result, SlipstreamError):
-            self._fail(running, f"environment {running.environment}: {result.message}")
+            self._fail(running, result.message)
             return True
         try:
             running.episode.begin(result)
@@ -197,7 +197,7 @@ class Player:
             self._restart(running)
             return False
         if isinstance(result, SlipstreamError):
-            self._fail(running, f"environment {running.environment}: {result.message}")
+            self._fail(running, result.message)
             return True
         running.episode.stepped(result)
         if result.done or running.episode.turn >= self._turns[running.environment]:

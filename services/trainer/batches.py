@@ -71,7 +71,8 @@ class BatchReader:
                     return None
                 if reply.checkpoint_now:
                     self._checkpoint_now()
-                wait.sentence = f"batch {number}: {reply.waiting_for}" if reply.waiting_for else f"batch {number}"
+                told, name = reply.waiting_for, f"batch {number}"
+                wait.sentence = told if told.startswith(name) else f"{name}: {told}" if told else name
                 await self._clock.sleep(PAUSE_S)
 
     async def _read(self, batch: batches_pb2.Batch) -> TrainingBatch:

@@ -232,11 +232,12 @@ async def test_warm_up_is_kept(tmp_path, monkeypatch):
     async with rpc.Server("127.0.0.1", 0, buffer.registrations) as server:
         first = Start(run, server.address)
 
-        def stop_at_the_first_lease(batch: int) -> str:
-            first.lifecycle.request_stop("SIGTERM")
+        def stop_once_all_has_begun(batch: int) -> str:
+            if buffer.kinds("publish"):
+                first.lifecycle.request_stop("SIGTERM")
             return "held"
 
-        buffer.gate = stop_at_the_first_lease
+        buffer.gate = stop_once_all_has_begun
         assert await first.code == 0
         buffer.gate = lambda batch: ""
         assert await Start(run, server.address).code == 0
