@@ -228,6 +228,11 @@ class RunFile(Section):
             )
         if schedule.pinned and schedule.group_timeout_s:
             raise ValueError("schedule.group_timeout_s and a pinned schedule contradict: a wall-clock deadline changes batches")
+        if schedule.group_size < 2:
+            raise ValueError(
+                f"schedule.group_size = {schedule.group_size} with algorithm.advantage = {self.algorithm.advantage}: samples "
+                "of a group are compared with each other, so at least 2 are needed"
+            )
         if rollout.heartbeat_s >= rollout.lease_s:
             raise ValueError(
                 f"rollout.heartbeat_s = {rollout.heartbeat_s:g} is not below rollout.lease_s = {rollout.lease_s:g}: every "

@@ -32,6 +32,7 @@ def test_minimal_file_resolves_with_defaults():
         ({"schedule": {"max_lag": 0, "group_timeout_s": 5}}, ["group_timeout_s", "pinned"]),
         ({"buffer": {"quota_bytes": 1000}}, ["buffer.quota_bytes = 1000", "raise it"]),
         ({"rollout": {"lease_s": 5}}, ["rollout.heartbeat_s = 15", "rollout.lease_s = 5"]),
+        ({"schedule": {"group_size": 1}}, ["schedule.group_size = 1", "at least 2"]),
         ({"environments": []}, ["environments"]),
         ({"environments": [{"name": "e", "entry": "m:C"}, {"name": "e", "entry": "m:C"}]}, ["'e'", "twice"]),
         ({"run": {"name": "Bad Name"}}, ["run.name", "'Bad Name'"]),
