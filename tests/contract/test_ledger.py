@@ -155,6 +155,7 @@ async def test_one_body_per_sample(bench: Bench) -> None:
 
 
 async def test_a_partial_is_handed_to_the_next_attempt(bench: Bench) -> None:
+    """What an attempt gave back unfinished comes with the next grant."""
     ledger = await bench.start(groups_per_batch=1, max_lag=0, group_size=1)
     one, = await grant(ledger)
     assert await ledger.submit_partials([Partial(one.lease, b"half", [(0, 1)], release=True)]) == [Outcome.ACCEPTED]
@@ -197,16 +198,21 @@ async def test_batches_take_complete_groups_in_draw_order(bench: Bench) -> None:
     assert again.numbered and await batch_draws(ledger, 1) == [1, 2]
 
 
-async def test_wait_keeps_a_group_that_would_become_too_old(bench: Bench) -> None:
-    """Draw 0 runs since step 0 with max_lag 1: batch 2 is not numbered without it, although enough others are complete."""
-    ledger = await bench.start()
+async def straggle(bench: Bench, ledger: Ledger) -> list[Grant]:
+    """Batch 1 is draws 1 and 2, and is trained; draw 0 has its leases (returned) since step 0; all others are complete."""
     grants = await grant(ledger)
-    slow = [g for g in grants if g.lease.draw == 0]
     await finish(ledger, [g for g in grants if g.lease.draw in (1, 2)])
     assert (await ledger.number_batch(1, 1)).numbered
     await bench.publish(ledger, 1)
     await finish(ledger, [g for g in grants if g.lease.draw == 3])
     await finish(ledger, await grant(ledger), step=1)
+    return [g for g in grants if g.lease.draw == 0]
+
+
+async def test_wait_keeps_a_group_that_would_become_too_old(bench: Bench) -> None:
+    """Draw 0 runs since step 0 with max_lag 1: batch 2 is not numbered without it, although enough others are complete."""
+    ledger = await bench.start()
+    slow = await straggle(bench, ledger)
     waits = await ledger.number_batch(1, 2)
     assert not waits.numbered and waits.waiting is not None
     assert (waits.waiting.why, waits.waiting.facts["draw"], waits.waiting.facts["worker"]) == ("oldest", 0, "w")
@@ -219,13 +225,7 @@ async def test_wait_keeps_a_group_that_would_become_too_old(bench: Bench) -> Non
 async def test_drop_and_mask_do_not_wait(bench: Bench, policy: str) -> None:
     """`drop` skips the late group by name; `mask` trains it, with its old tokens as context only."""
     ledger = await bench.start(over_lag={"sort": policy})
-    grants = await grant(ledger)
-    slow = [g for g in grants if g.lease.draw == 0]
-    await finish(ledger, [g for g in grants if g.lease.draw in (1, 2)])
-    assert (await ledger.number_batch(1, 1)).numbered
-    await bench.publish(ledger, 1)
-    await finish(ledger, [g for g in grants if g.lease.draw == 3])
-    await finish(ledger, await grant(ledger), step=1)
+    slow = await straggle(bench, ledger)
     assert (await ledger.number_batch(1, 2)).numbered
     assert await batch_draws(ledger, 2) == [3, 4]
     submits = [Submit(g.lease, b"body", 4, 5, 3, [(0, 1), (2, 1)], score=b"1") for g in slow]
