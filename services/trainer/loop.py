@@ -135,7 +135,9 @@ class TrainerLoop:
                 loaded = await self.checkpoints.load()
             reply: batches_pb2.TakeIncarnationResponse = await rpc.call_until(
                 self._batches.TakeIncarnation, batches_pb2.TakeIncarnationRequest(
-                    above=pointer.incarnation, checkpoint_batch=loaded[0].step if loaded else 0),
+                    above=pointer.incarnation, checkpoint_batch=loaded[0].step if loaded else 0,
+                    checkpoint_epoch=loaded[0].ledger_epoch if loaded else 0,
+                    checkpoint_sequence=loaded[0].ledger_sequence if loaded else 0),
                 RPC_TIMEOUT_S, self.waits, "an incarnation from the buffer", self.clock)
             self.incarnation, self._ledger_epoch = reply.incarnation, reply.ledger_epoch
             self._ledger_sequence = reply.ledger_sequence

@@ -12,12 +12,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class TakeIncarnationRequest(_message.Message):
-    __slots__ = ("above", "checkpoint_batch")
+    __slots__ = ("above", "checkpoint_batch", "checkpoint_epoch", "checkpoint_sequence")
     ABOVE_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_BATCH_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     above: int
     checkpoint_batch: int
-    def __init__(self, above: _Optional[int] = ..., checkpoint_batch: _Optional[int] = ...) -> None: ...
+    checkpoint_epoch: int
+    checkpoint_sequence: int
+    def __init__(self, above: _Optional[int] = ..., checkpoint_batch: _Optional[int] = ..., checkpoint_epoch: _Optional[int] = ..., checkpoint_sequence: _Optional[int] = ...) -> None: ...
 
 class TakeIncarnationResponse(_message.Message):
     __slots__ = ("incarnation", "ledger_epoch", "numbered_batch", "committed_batch", "ledger_sequence")
