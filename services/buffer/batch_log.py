@@ -1,57 +1,43 @@
 """The batch log: one object per numbered batch with its composition and all bodies. The truth for replay, fork and rescoring.
 
-`batches/<k:08d>.bin`, written once:
-
-    offset 0   8 bytes  magic "SLIPBAT1"
-           8   u64 LE   size of the serialized `Batch`
-          16   u32 LE   CRC-32C of it
-          20   u32 LE   0
-          24            `Batch` (references in it are absolute offsets into this object), then zeros
-     bodies             one SampleBody after the other, in the order of the members
+Its layout is in slipstream/batch_log.py, for everybody who reads it.
 
 The bytes are a function of the ledger's records alone, so that whoever writes it, however often, writes the same.
 """
 
 from __future__ import annotations
 
-import struct
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 
 from services.buffer.ledger import Composition
 from slipstream import seeds
+from slipstream.batch_log import HEAD, MAGIC, log_key, numbers, read_header
 from slipstream.errors import NotFound, SlipstreamError
 from slipstream.objects import ObjectStore, Piece
 from slipstream.protos.buffer.v1 import batches_pb2
 from slipstream.protos.types.v1 import sample_pb2
 from slipstream.sample import crc32c
 
-_MAGIC = b"SLIPBAT1"
-_HEAD = struct.Struct("<8sQII")
 _VARINT = 10  # most bytes by which one offset can grow when the start of the bodies moves
 MESSAGE_BYTES = 1 << 20
 _CACHED_BYTES = 256 << 20
-
-
-def log_key(batch: int) -> str:
-    """Object key of batch k."""
-    return f"batches/{batch:08d}.bin"
 
 
 def build(run: str, seed: int, composition: Composition) -> tuple[batches_pb2.Batch, list[Piece]]:
     """The `Batch` of a composition, and its log object in pieces (three, then the bodies). `seed` is that of the run."""
     batch = _batch(run, seed, composition)
     refs = [member.body for group in batch.groups for member in group.members]
-    start = _HEAD.size + batch.ByteSize() + _VARINT * len(refs)
+    start = HEAD.size + batch.ByteSize() + _VARINT * len(refs)
     start += -start % 64
     offset = start
     for ref in refs:
         ref.offset = offset
         offset += ref.size
     header = batch.SerializeToString(deterministic=True)
-    padding = bytes(start - _HEAD.size - len(header))
+    padding = bytes(start - HEAD.size - len(header))
     bodies = [m.body for g in composition.groups for m in g.members]
-    return batch, [_HEAD.pack(_MAGIC, len(header), crc32c(header), 0), header, padding, *bodies]
+    return batch, [HEAD.pack(MAGIC, len(header), crc32c(header), 0), header, padding, *bodies]
 
 
 def _batch(run: str, seed: int, composition: Composition) -> batches_pb2.Batch:
@@ -100,18 +86,12 @@ class BatchLog:
         """The composition of a logged batch. Raises NotFound."""
         if batch in self._batches:
             return self._batches[batch]
-        key = log_key(batch)
-        magic, size, checksum, _ = _HEAD.unpack(await self._store.get(key, 0, _HEAD.size))
-        data = await self._store.get(key, _HEAD.size, size) if magic == _MAGIC else b""
-        if magic != _MAGIC or crc32c(data) != checksum:
-            raise SlipstreamError(f"batch log {key} is damaged: its header does not match its checksum", "BATCH_LOG", key=key)
-        self._keep(found := batches_pb2.Batch.FromString(data), None)
+        self._keep(found := await read_header(self._store, batch), None)
         return found
 
     async def newest(self) -> int:
         """Number of the newest logged batch; 0 without one."""
-        keys = await self._store.list("batches/")
-        return max((int(key.removeprefix("batches/").removesuffix(".bin")) for key in keys), default=0)
+        return max(await numbers(self._store), default=0)
 
     async def read(
             self, batch: int, samples: Sequence[sample_pb2.SampleId]) -> AsyncIterator[batches_pb2.ReadBatchResponse]:
