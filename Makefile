@@ -48,6 +48,7 @@ bench: $(VENV)/.demo  ## every benchmark of the README
 	$(BIN)/python -m benchmarks.overlap --json benchmarks/results/overlap.json
 	$(BIN)/python -m benchmarks.cost --json benchmarks/results/cost.json
 	$(BIN)/python -m benchmarks.engine --json benchmarks/results/engine.json
+	$(BIN)/python -m benchmarks.buffer --json benchmarks/results/buffer.json
 
 clean:  ## remove the environment, caches and runs
 	rm -rf $(VENV) runs .pytest_cache .ruff_cache .hypothesis *.egg-info build

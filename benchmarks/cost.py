@@ -40,9 +40,14 @@ def cpu_s(folder: str) -> dict[str, float]:
                 command = (entry / "cmdline").read_text().replace("\0", " ")
                 name = next((name for part, name in PROCESSES.items() if part in command), "")
                 if name and folder in command:
-                    fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
-                    found[name] += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+                    found[name] += process_cpu_s(int(entry.name))
     return found
+
+
+def process_cpu_s(pid: int) -> float:
+    """CPU seconds so far of one process, user and system. Raises OSError when it is gone."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def steps(folder: str) -> int:

@@ -46,7 +46,7 @@ from tests.redis_server import RedisProcess
 class Client:
     """Stubs on one buffer process, and the front behind them. Plays rollout-0, reward-0 and the trainer."""
 
-    front: Front
+    front: Front | None  # None when the buffer is another process
     samples: Any
     scores: Any
     batches: Any
@@ -83,10 +83,14 @@ class Client:
         return await rpc.call(self.batches.LeaseBatch, batches_pb2.LeaseBatchRequest(
             incarnation=self.incarnation, batch=batch, wait=rpc.duration(wait_s)), 10)
 
+    def read_messages(self, batch: int, *members: sample_pb2.SampleId) -> AsyncIterator[batches_pb2.ReadBatchResponse]:
+        """Bodies of a numbered batch as they come."""
+        return self.batches.ReadBatch(batches_pb2.ReadBatchRequest(batch=batch, samples=members))
+
     async def read(self, batch: int, *members: sample_pb2.SampleId) -> dict[tuple[int, int], bytes]:
         """Bodies of a numbered batch by (draw, index), each compared with its checksum."""
         bodies = {}
-        async for message in self.batches.ReadBatch(batches_pb2.ReadBatchRequest(batch=batch, samples=members)):
+        async for message in self.read_messages(batch, *members):
             for item in message.bodies:
                 assert sample.crc32c(item.body) == item.crc32c
                 bodies[item.sample.draw.number, item.sample.index] = item.body
