@@ -17,7 +17,7 @@ import itertools
 import json
 import math
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,21 +142,29 @@ async def read_tensors(store: ObjectStore, manifest: Manifest) -> list[RawTensor
 
     Raises NotFound when an object is missing, InvalidInput (TENSOR_CHECKSUM, TENSOR_RANGE) when bytes are wrong.
     """
+    return await read_entries(store, manifest.tensors, f"version {manifest.number}")
+
+
+async def read_entries(store: ObjectStore, entries: Sequence[TensorEntry], what: str) -> list[RawTensor]:
+    """Tensors wherever they lie, in the order of `entries`; neighbours are fetched together. `what` is for messages.
+
+    Raises NotFound when an object is missing, InvalidInput (TENSOR_CHECKSUM, TENSOR_RANGE) when bytes are wrong.
+    """
     readers = asyncio.Semaphore(READERS)
 
-    async def fetch(entries: list[TensorEntry]) -> list[RawTensor]:
+    async def fetch(some: list[TensorEntry]) -> list[RawTensor]:
         async with readers:
-            first, last = entries[0], entries[-1]
+            first, last = some[0], some[-1]
             size = last.offset + last.size - first.offset
             try:
                 data = memoryview(await store.get(first.key, first.offset, size))
             except OutOfRange as error:
-                raise InvalidInput(f"version {manifest.number}: {error.message}", "TENSOR_RANGE", key=first.key) from None
+                raise InvalidInput(f"{what}: {error.message}", "TENSOR_RANGE", key=first.key) from None
             if size < READ_BYTES // 8:
-                return _checked(manifest, entries, data)
-            return await asyncio.to_thread(_checked, manifest, entries, data)
+                return _checked(what, some, data)
+            return await asyncio.to_thread(_checked, what, some, data)
 
-    parts = await asyncio.gather(*(fetch(entries) for entries in _ranges(manifest.tensors)))
+    parts = await asyncio.gather(*(fetch(some) for some in _ranges(entries)))
     return [tensor for part in parts for tensor in part]
 
 
@@ -217,6 +225,12 @@ def layout(
     return header, ordered, entries
 
 
+def weights_hash(tensors: Iterable[TensorEntry]) -> str:
+    """What identifies the weights of a version, wherever they lie: SHA-256 over names, dtypes, shapes and checksums."""
+    lines = sorted(f"{t.name} {t.dtype} {list(t.shape)} {t.crc32c:08x}" for t in tensors)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
 def checksum(data: Piece) -> int:
     """CRC-32C of any buffer. google_crc32c takes only `bytes`: larger buffers go through it in cache-sized copies."""
     if isinstance(data, bytes):
@@ -273,14 +287,14 @@ def _ranges(tensors: Sequence[TensorEntry]) -> list[list[TensorEntry]]:
     return ranges
 
 
-def _checked(manifest: Manifest, entries: Sequence[TensorEntry], data: memoryview) -> list[RawTensor]:
+def _checked(what: str, entries: Sequence[TensorEntry], data: memoryview) -> list[RawTensor]:
     """Cut one fetched range into tensors and compare their checksums."""
     tensors = []
     for e in entries:
         part = data[e.offset - entries[0].offset :][: e.size]
         if checksum(part) != e.crc32c:
             raise InvalidInput(
-                f"version {manifest.number}: tensor {e.name} ({e.key}, bytes {e.offset} to {e.offset + e.size}) is damaged",
-                "TENSOR_CHECKSUM", version=manifest.number, tensor=e.name)
+                f"{what}: tensor {e.name} ({e.key}, bytes {e.offset} to {e.offset + e.size}) is damaged",
+                "TENSOR_CHECKSUM", key=e.key, tensor=e.name)
         tensors.append(RawTensor(e.name, e.dtype, e.shape, part))
     return tensors

@@ -120,7 +120,8 @@ class TrainerLoop:
             await self._commit(header)  # a predecessor may have died before it could
         self.records.resume(self.step)
         self.publisher = Publisher(
-            self.context, self.incarnation, await self._in_torch(self.learner.files), self.telemetry.publish_seconds.observe)
+            self.context, self.incarnation, await self._in_torch(self.learner.files), self.telemetry.publish_seconds.observe,
+            self.records.version)
         await self._publish(await self._in_torch(self.learner.weights))
         await self._checkpoint()  # step 0 is one, too: a restart does not warm up again
         self._show()

@@ -13,7 +13,7 @@ from typing import Any
 
 from slipstream import logs, rpc
 from slipstream.errors import SlipstreamError
-from slipstream.manifest import RawTensor, delete_version, write_version
+from slipstream.manifest import RawTensor, delete_version, read_manifest, weights_hash, write_version
 from slipstream.protos.buffer.v1 import policy_pb2 as events_pb2
 from slipstream.protos.buffer.v1 import policy_pb2_grpc
 from slipstream.protos.types.v1 import policy_pb2
@@ -26,12 +26,17 @@ log = logs.get("trainer.publish")
 
 
 class Publisher:
-    """Publishes the versions of one incarnation. `files` are those of every version."""
+    """Publishes the versions of one incarnation. `files` are those of every version.
+
+    `record(version, hash of its weights)` is told of each before anybody else: it outlives the version.
+    """
 
     def __init__(
         self, context: ServiceContext, incarnation: int, files: Mapping[str, bytes], observe_s: Callable[[float], None],
+        record: Callable[[policy_pb2.PolicyVersion, str], None] = lambda version, weights: None,
     ) -> None:
         self._context, self._incarnation, self._files, self._observe_s = context, incarnation, files, observe_s
+        self._record = record
         self._store, self._waits, self._clock = context.store, context.waits, context.clock
         self._stub: Any = policy_pb2_grpc.PolicyServiceStub(context.channel)
         self._task: asyncio.Task[None] | None = None
@@ -54,9 +59,10 @@ class Publisher:
 
     async def _publish(self, step: int, tensors: Sequence[RawTensor]) -> None:
         started = self._clock.monotonic()
-        version = await rpc.call_until(
+        version, weights = await rpc.call_until(
             self._write, (step, tensors), WRITE_TIMEOUT_S, self._waits, f"writing the policy version of step {step}",
             self._clock)
+        self._record(version, weights)
         reply: events_pb2.PublishVersionResponse = await rpc.call_until(
             self._stub.PublishVersion, events_pb2.PublishVersionRequest(version=version), RPC_TIMEOUT_S, self._waits,
             f"announcing the policy version of step {step}", self._clock)
@@ -68,13 +74,17 @@ class Publisher:
             except SlipstreamError as error:
                 log.warning(f"version {old.number} could not be deleted: {error.message}", version=old.number)
 
-    async def _write(self, request: tuple[int, Sequence[RawTensor]], timeout: float) -> policy_pb2.PolicyVersion:
-        """One try under a number of its own: an interrupted one leaves a gap, never a half-written version."""
+    async def _write(self, request: tuple[int, Sequence[RawTensor]], timeout: float) -> tuple[policy_pb2.PolicyVersion, str]:
+        """One try under a number of its own: an interrupted one leaves a gap, never a half-written version.
+
+        The hash comes from the manifest as it is read back, so from the bytes that were written.
+        """
         step, tensors = request
         async with asyncio.timeout(timeout):
             reserved: events_pb2.ReserveVersionResponse = await rpc.call(
                 self._stub.ReserveVersion,
                 events_pb2.ReserveVersionRequest(incarnation=self._incarnation, step=step), RPC_TIMEOUT_S)
-            return await write_version(
+            version = await write_version(
                 self._store, run=self._context.run.run.name, number=reserved.number, step=step, incarnation=self._incarnation,
                 tensors=tensors, files=self._files)
+            return version, weights_hash((await read_manifest(self._store, version)).tensors)

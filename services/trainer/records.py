@@ -4,6 +4,8 @@
     <folder>/audit/trainer.jsonl  {"batch": 7, "incarnation": 2, "samples": [[draw, index, body crc32c, ledger epoch], ...]}; on
                                   disk before the step is applied; lines are never removed, so a repeated step appears again,
                                   with the same samples and a higher incarnation
+    <folder>/audit/versions.jsonl {"version": 7, "step": 7, "incarnation": 2, "weights": "<SHA-256>"}; one line a published policy
+                                  version, written before it is announced; it outlives the version, and replay compares it
 """
 
 from __future__ import annotations
@@ -12,9 +14,10 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from slipstream.errors import ConfigError
+from slipstream.protos.types.v1 import policy_pb2
 
 AuditEntry = tuple[int, int, int, int]
 
@@ -25,13 +28,16 @@ class Records:
     def __init__(self, folder: Path) -> None:
         self.metrics_path = folder / "metrics.jsonl"
         self.audit_path = folder / "audit" / "trainer.jsonl"
+        self.versions_path = folder / "audit" / "versions.jsonl"
         try:
             self.audit_path.parent.mkdir(parents=True, exist_ok=True)
             self._audit = self.audit_path.open("ab+")
             self._metrics = self.metrics_path.open("ab")
         except OSError as error:
             raise ConfigError(f"run.folder = {str(folder)!r} cannot be written: {error.strerror}; set another") from error
-        self._end_torn_line()
+        _end_torn_line(self._audit)
+        with self.versions_path.open("ab+") as versions:
+            _end_torn_line(versions)
 
     def resume(self, step: int) -> list[dict[str, Any]]:
         """Cut metrics lines above `step` and torn ones; returns those that stay."""
@@ -62,14 +68,25 @@ class Records:
         self._audit.flush()
         os.fsync(self._audit.fileno())
 
-    def _end_torn_line(self) -> None:
-        """A predecessor that was killed in the middle of a line left it without an end."""
-        size = self._audit.seek(0, os.SEEK_END)
-        if size:
-            self._audit.seek(size - 1)
-            if self._audit.read(1) != b"\n":
-                self._audit.write(b"\n")
+    def version(self, version: policy_pb2.PolicyVersion, weights: str) -> None:
+        """Append the record of a published version; `weights` is slipstream.manifest.weights_hash of its manifest.
+
+        Also after `close`: a publication may outlive the loop.
+        """
+        line = json.dumps({
+            "version": version.number, "step": version.step, "incarnation": version.incarnation, "weights": weights})
+        with self.versions_path.open("ab") as file:
+            file.write(line.encode() + b"\n")
 
     def close(self) -> None:
         self._audit.close()
         self._metrics.close()
+
+
+def _end_torn_line(file: BinaryIO) -> None:
+    """A predecessor that was killed in the middle of a line left it without an end."""
+    size = file.seek(0, os.SEEK_END)
+    if size:
+        file.seek(size - 1)
+        if file.read(1) != b"\n":
+            file.write(b"\n")
