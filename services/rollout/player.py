@@ -256,8 +256,8 @@ class Player:
             running.request = running.future = None
             if running.gone or future.cancelled():
                 continue
-            if error := future.exception():
-                self._fail(running, str(error))
+            if error := future.exception():  # the engine's fault and not the task's: another worker gets the lease
+                self._give_back(running, b"")
                 self._context.lifecycle.request_stop(str(error), error)
                 continue
             generation = future.result()

@@ -88,7 +88,8 @@ class RolloutWorker:
             async with asyncio.timeout(grace_s):
                 await self._quiet.wait()
         except TimeoutError:
-            back += await self._player.hand_back()
+            log.info("handing back what is in flight", samples=len(self._player.running))
+        back += await self._player.hand_back()  # also what a failed engine left behind
         await self._give_back(back)
         self._note()
         await self._quiet.wait()
