@@ -175,8 +175,12 @@ class Reward(Section):
 
 class Buffer(Section):
     redis: str = Field(default="", description="Redis URL; empty = the supervisor embeds a server on a unix socket.")
+    redis_ca_file: str = Field(default="", description="PEM file of the authority of a rediss:// server; empty = the system's.")
     durability: Literal["always", "everysec", "memory"] = Field(
         default="always", description="What an acknowledgement has survived: fsync, the next second's fsync, nothing."
+    )
+    durability_check: Literal["warn", "require", "trust"] = Field(
+        default="warn", description="What cannot be verified is said (warn) or refused (require); trust = nothing is asked."
     )
     quota_bytes: PositiveInt = Field(default=1 << 30, description="Most bytes of bodies held in Redis.")
     sample_bytes: PositiveInt = Field(default=65536, description="First estimate of a sample's size, for admission.")
@@ -194,6 +198,11 @@ class Service(Section):
     buffer_port: int = Field(default=0, ge=0, lt=65536, description="Port of the local buffer; 0 = a free one.")
     stall_s: Seconds = Field(default=300, description="No progress for this long is a state and an alert.")
     metrics: bool = Field(default=True, description="Serve Prometheus metrics from every process.")
+    audit: bool = Field(
+        default=False,
+        description="Keep evidence for an auditor: each acknowledged sample in audit/<rollout worker>.jsonl, a count of each "
+        "edge of the state machines in the ledger.",
+    )
 
 
 class RunFile(Section):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -15,9 +14,8 @@ from typing import Any
 
 import redis.asyncio as aioredis
 from redis import exceptions
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 
+from services.buffer.connection import connect, verify
 from services.buffer.cursor import TaskCursor
 from services.buffer.ledger import (
     SCHEMA,
@@ -43,9 +41,8 @@ from services.buffer.ledger import (
     shape_of,
 )
 from services.buffer.scripts import Scripts
-from slipstream.errors import ConfigError
 
-log = logging.getLogger("slipstream.buffer")
+__all__ = ["RedisLedger", "connect", "verify"]
 _OUTCOMES = {o.value: o for o in Outcome}
 
 
@@ -277,33 +274,3 @@ def _batched(row: Sequence[int], group: Mapping[str, Any], parts: Any) -> Batche
             steps = [step for step, _ in sample["sp"]]
             members.append(Member(index, body, sample["c"], score, min(steps), max(steps), sample["tok"], sample["gen"]))
     return BatchedGroup(row[0], group["e"], group["x"], group["n"], row[1], row[2], members)
-
-
-def connect(url: str) -> aioredis.Redis:
-    """A client whose calls fail at once when the server is away: the callers retry, and see it."""
-    return aioredis.Redis.from_url(
-        url, socket_timeout=60, socket_connect_timeout=5, retry=Retry(NoBackoff(), 0), health_check_interval=0)
-
-
-async def verify(client: aioredis.Redis, durability: str) -> None:
-    """Refuse a server that would lose what it acknowledges. Reads INFO; CONFIG only where it is allowed."""
-    info = await client.info()
-    version, policy = str(info.get("redis_version", "0")), info.get("maxmemory_policy", "noeviction")
-    if int(version.split(".")[0]) < 7:
-        raise ConfigError(f"buffer.redis: version {version} is too old; 7.0 or newer is needed")
-    if policy != "noeviction":
-        raise ConfigError(f"buffer.redis: maxmemory-policy = {policy} would drop samples; set it to noeviction")
-    if durability == "memory":
-        return
-    remedy = "enable it (appendonly yes) or set buffer.durability = memory"
-    if not int(info.get("aof_enabled", 0)):
-        raise ConfigError(f"buffer.durability = {durability}, but this Redis writes no append-only file; {remedy}")
-    try:
-        fsync = (await client.config_get("appendfsync")).get("appendfsync", "")
-    except exceptions.ResponseError as error:
-        log.warning("buffer.durability = %s cannot be verified: CONFIG is denied (%s)", durability, error)
-        return
-    if fsync == "no" or (durability == "always" and fsync != "always"):
-        raise ConfigError(
-            f"buffer.durability = {durability}, but Redis has appendfsync = {fsync}: set appendfsync {durability}, "
-            f"or buffer.durability to what it really is")

@@ -10,15 +10,14 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from redis import exceptions
-
 from services.buffer.batches import BatchServicer
+from services.buffer.connection import connect, ping, shown, verify
 from services.buffer.cursor import TaskCursor
 from services.buffer.front import Front, forever
 from services.buffer.gauges import Gauges
 from services.buffer.ledger import Ledger, Rules
 from services.buffer.policy import PolicyServicer
-from services.buffer.redis_ledger import RedisLedger, connect, verify
+from services.buffer.redis_ledger import RedisLedger
 from services.buffer.samples import SampleServicer
 from services.buffer.scores import ScoreServicer
 from services.buffer.sessions import SessionServicer
@@ -58,10 +57,10 @@ async def start(context: ServiceContext, describe: Callable[[Any], Awaitable[Any
     if not url:
         raise ConfigError("the buffer needs a Redis: pass --redis URL or set buffer.redis")
     rules, metrics = Rules.of(run), BufferMetrics(context.registry)
-    client = connect(url)
+    client = connect(url, run.buffer.redis_ca_file)
     context.lifecycle.on_stop(CLOSE, client.aclose, "Redis")
-    await _until_ready(context, f"Redis at {url}", lambda: _ping(client, url))
-    await verify(client, run.buffer.durability)
+    await _until_ready(context, f"Redis at {shown(url)}", lambda: ping(client, url))
+    await verify(client, run.buffer.durability, run.buffer.durability_check, run.run.name, run.buffer.quota_bytes)
     with context.waits.on("the environments' descriptions"):
         found = await asyncio.gather(*(describe(e) for e in run.environments))
     tasks = {settings.name: description.tasks for settings, description in zip(run.environments, found, strict=True)}
@@ -86,15 +85,6 @@ async def _serve(context: ServiceContext, ledger: Ledger, metrics: BufferMetrics
     context.lifecycle.spawn("gauges", forever(_GAUGES_S, gauges.update, context.clock.sleep))
     context.lifecycle.spawn(
         "versions", forever(_GAUGES_S, lambda: front.refresh_versions(force=True), context.clock.sleep))
-
-
-async def _ping(client: Any, url: str) -> None:
-    try:
-        await client.ping()
-    except exceptions.AuthenticationError as error:
-        raise ConfigError(f"buffer.redis: {url} refused the password") from error
-    except (exceptions.RedisError, OSError) as error:
-        raise Unavailable(f"Redis at {url} does not answer: {error}") from error
 
 
 async def _until_ready(context: ServiceContext, what: str, attempt: Callable[[], Awaitable[None]]) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import importlib.util
 import json
 import os
+import re
 import socket
 import sys
 from pathlib import Path
@@ -67,11 +68,13 @@ async def redis(run: RunFile) -> None:
     from redis.exceptions import RedisError
 
     try:
-        client = Redis.from_url(run.buffer.redis, socket_connect_timeout=REACH_S, socket_timeout=REACH_S)
+        tls = {"ssl_ca_certs": run.buffer.redis_ca_file or None} if run.buffer.redis.startswith("rediss:") else {}
+        client = Redis.from_url(run.buffer.redis, socket_connect_timeout=REACH_S, socket_timeout=REACH_S, **tls)
         async with client:
             await client.ping()  # pyright: ignore[reportGeneralTypeIssues]
     except (RedisError, OSError, ValueError) as error:
-        raise ConfigError(f"buffer.redis = {run.buffer.redis} does not answer ({error}): start it, correct the URL, or remove "
+        named = re.sub(r":[^:@/]*@", ":***@", run.buffer.redis)  # without the password
+        raise ConfigError(f"buffer.redis = {named} does not answer ({error}): start it, correct the URL, or remove "
                           "the setting to use the embedded server") from None
 
 
