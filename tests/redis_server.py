@@ -4,8 +4,8 @@
     with redis_process(tmp_path, server=SERVERS["redis-7.0"]) as process: ...
 
 Three kinds: Valkey 9 (the pip package that the embedded server comes from: always there), Redis 8 (a pip package of the test
-extra), Redis 7.0 (Debian's, unpacked by `make test-deps`, or the one on PATH). `RESTRICTED` is Valkey seen through an ACL user to
-whom CONFIG and WAITAOF are denied, as managed services do.
+extra), Redis 7.0 (Debian's, unpacked by `make test-deps`, or the one on PATH). `RESTRICTED` is Valkey seen through an ACL user
+to whom CONFIG and WAITAOF are denied, as managed services do.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python tools/fetch_test_servers.py        # writes <sys.prefix>/servers/redis-7.0, needs no root
 
-The packages come from the machine's own apt sources (`apt-get download`, `dpkg -x`); package lists that only root may refresh are
-read into a folder of our own when they are missing. Without apt, or offline, it says so and ends with 0: the tests on that
+The packages come from the machine's own apt sources (`apt-get download`, `dpkg -x`); package lists that only root may refresh
+are read into a folder of our own when they are missing. Without apt, or offline, it says so and ends with 0: the tests on that
 server are then skipped, by the names in .ci/allowed-skips. The other two servers are pip packages.
 """
 

@@ -75,11 +75,11 @@ async def ping(client: aioredis.Redis, url: str) -> None:
     """One PING. Raises ConfigError for what no waiting mends (password, certificate), Unavailable for the rest."""
     try:
         await client.execute_command("PING")
-    except (exceptions.AuthenticationError, exceptions.NoPermissionError) as error:
-        raise ConfigError(
-            f"buffer.redis: {shown(url)} refused the user or the password ({error}); "
-            "correct redis://USER:PASSWORD@HOST:PORT/, or the server's ACL") from error
     except (exceptions.RedisError, OSError) as error:
+        if isinstance(error.__cause__ or error, (exceptions.AuthenticationError, exceptions.NoPermissionError)):
+            raise ConfigError(
+                f"buffer.redis: {shown(url)} refused the user or the password ({error}); "
+                "correct redis://USER:PASSWORD@HOST:PORT/, or the server's ACL") from error
         if "CERTIFICATE_VERIFY_FAILED" in str(error) or "Hostname mismatch" in str(error):
             raise ConfigError(
                 f"buffer.redis: the certificate of {shown(url)} is not trusted ({error}); set buffer.redis_ca_file to the PEM "
@@ -139,7 +139,7 @@ async def _permitted(client: aioredis.Redis, run: str, cluster: bool) -> None:
     except exceptions.NoPermissionError as error:
         raise ConfigError(
             f"buffer.redis: the ACL user may not do what the ledger does ({error}): grant "
-            "+@read +@write +@transaction +eval +evalsha +time +info ~slipstream:*") from error
+            "+@read +@write +@transaction +eval +evalsha +time +info +ping ~slipstream:*") from error
     except (exceptions.MovedError, exceptions.ClusterDownError) as error:
         raise ConfigError(
             f"buffer.redis: in this cluster another node holds the keys of run {run} ({error}): use a server without cluster "
