@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
 from services.rollout.engine import Engine
+from services.rollout.evidence import Evidence
 from services.rollout.player import Key, Player, key_of
 from services.rollout.weights import Weights
 from slipstream import logs, rpc
@@ -65,6 +66,7 @@ class RolloutWorker:
         self.weights = Weights(context, engine, metrics, self._before_swap, self._advance)
         self._intake: asyncio.Task[None] | None = None
         self._finished_count = 0
+        self._evidence = Evidence(context.run.folder, context.arguments.instance) if context.run.service.audit else None
         metrics.slots.set(self._slots)
         self._note()
 
@@ -243,6 +245,8 @@ class RolloutWorker:
             outcome = "outdated"
         if error:
             log.warning("sample refused", reason=error.reason, error=error.message, draw=key[1], sample=key[2], attempt=key[3])
+        if self._evidence and outcome in ("submitted", "failed"):
+            self._evidence.accepted(submission)
         return outcome, 0.0
 
     def _refused(self, key: Key, error: SlipstreamError) -> None:
