@@ -25,8 +25,11 @@ $(VENV)/.test: pyproject.toml constraints.txt | $(BIN)/python
 demo: $(VENV)/.demo  ## train the tiny model on "sort digits" with all services, in a live view
 	$(BIN)/slipstream run $(RUN) --fresh
 
-test: $(VENV)/.test  ## all tests (under 6 minutes)
+test: test-deps  ## all tests (under 6 minutes)
 	$(BIN)/python -m pytest
+
+test-deps: $(VENV)/.test  ## fetch the other Redis server that tests run on, through apt, without root; nothing fails without
+	@$(BIN)/python tools/fetch_test_servers.py
 
 test-fast: $(VENV)/.test  ## the tests that take under a minute together
 	$(BIN)/python -m pytest -m 'not slow'
@@ -56,4 +59,4 @@ clean:  ## remove the environment, caches and runs
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-.PHONY: demo test test-fast lint protos docs bench clean help
+.PHONY: demo test test-deps test-fast lint protos docs bench clean help

@@ -1,0 +1,157 @@
+"""A proxy between two processes of a run that resets connections, loses replies and delays bytes when told to.
+
+consumes      connections of clients (gRPC over TCP, Redis over a unix socket)    produces: the same bytes, most of the time
+waits for     bytes of either side    unblocked by: the end of either side, which ends the other
+
+It knows nothing of what it carries. A fault hits one of the connections that are open at that moment:
+
+    reset         both sides get RST, in the middle of whatever they said
+    lost reply    what the client says arrives and takes effect; the answer is swallowed, then both sides get RST
+    delay         nothing is forwarded in either direction for some seconds, then all of it
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+READ_BYTES = 1 << 16
+REPLY_BYTES = 64  # more than this is an answer; HTTP/2 pings and window updates are smaller
+SWALLOW_S = 8.0  # a lost reply waits this long for one
+
+
+@dataclass(eq=False)
+class Link:
+    """One carried connection."""
+
+    client: asyncio.StreamWriter
+    server: asyncio.StreamWriter
+    swallowing: bool = False  # what the server says is dropped
+    swallowed: asyncio.Event = field(default_factory=asyncio.Event)
+    asked: bool = False  # the client said something since swallowing began
+    held: asyncio.Event = field(default_factory=asyncio.Event)  # clear = bytes wait
+
+    def reset(self) -> None:
+        """End both sides at once, with RST where the transport has that."""
+        for writer in (self.client, self.server):
+            connection = writer.transport.get_extra_info("socket")
+            if connection is not None and connection.family != socket.AF_UNIX:
+                with contextlib.suppress(OSError):  # it ended by itself meanwhile
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.transport.abort()
+
+
+class Proxy:
+    """Carries connections to `upstream()`, which is asked anew for each: "host:port" or the path of a unix socket, "" = nobody."""
+
+    def __init__(self, name: str, upstream: Callable[[], str]) -> None:
+        self.name = name
+        self._upstream = upstream
+        self._links: set[Link] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+
+    async def listen(self, path: Path | None = None) -> str:
+        """Begin. Returns the address to connect to: the unix socket `path`, or host:port of a free port."""
+        if path is not None:
+            self._server = await asyncio.start_unix_server(self._accept, path)
+            return str(path)
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        return "127.0.0.1:{}".format(self._server.sockets[0].getsockname()[1])
+
+    async def close(self) -> None:
+        """Stop listening and end every connection."""
+        if self._server is not None:
+            self._server.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def links(self) -> int:
+        """Connections that are open now."""
+        return len(self._links)
+
+    def reset(self, chance: random.Random) -> bool:
+        """Reset one connection. False when there is none."""
+        if (link := self._pick(chance)) is None:
+            return False
+        link.reset()
+        return True
+
+    async def lose_reply(self, chance: random.Random) -> bool:
+        """Lose the next answer of one connection. False when the client asked nothing, or nobody answered, within SWALLOW_S."""
+        if (link := self._pick(chance)) is None:
+            return False
+        link.swallowing = True
+        lost = True
+        try:
+            async with asyncio.timeout(SWALLOW_S):
+                await link.swallowed.wait()
+        except TimeoutError:
+            lost = False
+        link.reset()
+        return lost
+
+    async def delay(self, chance: random.Random, seconds: float) -> bool:
+        """Hold all bytes of one connection. False when there is none."""
+        if (link := self._pick(chance)) is None:
+            return False
+        link.held.clear()
+        await asyncio.sleep(seconds)
+        link.held.set()
+        return True
+
+    def _pick(self, chance: random.Random) -> Link | None:
+        links = sorted((link for link in self._links if not link.swallowing), key=id)
+        return chance.choice(links) if links else None
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.get_running_loop().create_task(self._carry(reader, writer), name=f"{self.name} connection")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        address = self._upstream()
+        host, _, port = address.rpartition(":")
+        try:
+            if address.startswith("/"):
+                far_reader, far_writer = await asyncio.open_unix_connection(address)
+            else:
+                far_reader, far_writer = await asyncio.open_connection(host, int(port or 0))
+        except OSError:
+            writer.transport.abort()
+            return
+        link = Link(writer, far_writer)
+        link.held.set()
+        self._links.add(link)
+        pumps = [asyncio.create_task(self._pump(link, reader, far_writer, asks=True), name=f"{self.name} asks"),
+                 asyncio.create_task(self._pump(link, far_reader, writer, asks=False), name=f"{self.name} answers")]
+        try:
+            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._links.discard(link)
+            for pump in pumps:
+                pump.cancel()
+            for side in (writer, far_writer):
+                side.close()
+
+    async def _pump(self, link: Link, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, asks: bool) -> None:
+        """Bytes of one direction until their end."""
+        with contextlib.suppress(OSError):  # the other side is gone: so is this one
+            while data := await reader.read(READ_BYTES):
+                await link.held.wait()
+                if asks:
+                    link.asked = link.asked or link.swallowing
+                elif link.swallowing:
+                    if link.asked and len(data) > REPLY_BYTES:
+                        link.swallowed.set()
+                    continue
+                writer.write(data)
+                await writer.drain()
