@@ -73,10 +73,12 @@ class Observation:
     tokens: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.text, str) and self.messages is None and self.tokens is None:
+            return
         given = [name for name in ("text", "messages", "tokens") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"an observation is exactly one of text, messages and tokens; given: {', '.join(given) or 'none'}")
-        if self.text is not None and not isinstance(self.text, str):
+        if self.text is not None:
             raise ValueError(f"text = {self.text!r} is a {type(self.text).__name__}, not a str")
         for i, message in enumerate(self.messages or ()):
             if not (isinstance(message, Mapping) and {"role", "content"} <= message.keys()

@@ -67,6 +67,7 @@ class Decoder:
         self.rows = Rows(slots, context)
         self.waiting: deque[Request] = deque()
         self.generated_tokens = 0
+        self._checked: np.ndarray | None = None  # the last read-only prompt whose tokens were found within the vocabulary
         self._last_B: torch.Tensor | None = None  # during a prompt pass: index of each row's last token
         only_last = weakref.WeakMethod(self._only_last)  # the model may outlive this decoder
         self.model.get_output_embeddings().register_forward_pre_hook(lambda m, args: (f := only_last()) and f(m, args))
@@ -98,8 +99,11 @@ class Decoder:
                 f"max_new_tokens = {request.max_new_tokens} is not at least 1", "MAX_NEW_TOKENS", field="max_new_tokens")
         if request.routes and self.capture is None:
             raise InvalidInput("routes are not captured here; set rollout.capture_routes = true", "ROUTES", field="routes")
+        if request.prompt is self._checked:  # as the one before: the requests of a group share their prompt
+            return
         if not 0 <= request.prompt.min() <= request.prompt.max() < self.vocabulary:
             raise InvalidInput(f"prompt has a token outside of 0..{self.vocabulary - 1}", "TOKEN", field="prompt")
+        self._checked = None if request.prompt.flags.writeable else request.prompt
 
     @torch.inference_mode()
     def abort(self, requests: Iterable[int]) -> list[tuple[Request, Generation]]:

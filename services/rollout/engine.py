@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
+from slipstream.errors import SlipstreamError
 from slipstream.manifest import RawTensor
 from slipstream.protos.types.v1 import policy_pb2
 from slipstream.sample import Span
@@ -48,6 +49,9 @@ class Generation:
     spans: tuple[Span, ...]  # policy versions, covering the n tokens in order
     finish_reason: int  # slipstream.types.v1.FinishReason; UNSPECIFIED in the middle of a stream
     routes: np.ndarray | None = None  # uint8 or uint16 [P + n - 1, L, K]
+
+
+Ended = Callable[[list[tuple[Request, Generation | SlipstreamError]]], None]
 
 
 class Engine(Protocol):
@@ -88,8 +92,18 @@ class Engine(Protocol):
         """Build the model from the version's files and load its tensors. Raises InvalidInput for a model it cannot run."""
         ...
 
+    def check(self, request: Request) -> None:
+        """Raises InvalidInput for what can never run: empty prompt, prompt over the context, temperature <= 0."""
+        ...
+
+    def submit(self, requests: Sequence[Request], ended: Ended) -> None:
+        """Generate what was checked. `ended` gets each request once, those that end together in one call, as soon as they do:
+        with its generation, also when it was aborted, or with the error of an engine that failed.
+        """
+        ...
+
     def generate(self, request: Request) -> asyncio.Future[Generation]:
-        """Raises InvalidInput at once: empty prompt, prompt over the context, temperature <= 0."""
+        """One request, checked; cancelling the future aborts it."""
         ...
 
     def stream(self, request: Request) -> AsyncGenerator[Generation]:

@@ -28,6 +28,8 @@ from slipstream.protos.types.v1 import sample_pb2
 from slipstream.sample import FINISH_LENGTH, Sample, Segment, Span, decode, encode
 from slipstream.sample import crc32c as checksum
 
+NO_TOKENS, NO_MASK, NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, bool), np.zeros(0, np.float32)
+
 
 class Episode:
     """The tokens of one leased sample, from its first observation on. Pure: no I/O, no clock."""
@@ -40,14 +42,14 @@ class Episode:
         self.segments: list[Segment] = []
         self.turn = 0  # finished model calls
         self.finish_reason = FINISH_LENGTH
-        self.reset = Reset(text="")
+        self.reset: Reset
         self.responses: list[str] = []
         self.rewards: list[float | None] = []
         self.components: dict[str, float] = {}
         self._observed = ""  # the last observation, as text
         self._messages: list[Mapping[str, str]] = []
         self._rendered = ""  # text that the open segment stands for, in a conversation of messages
-        self._prompt = np.zeros(0, np.int32)  # tokens of the next call
+        self._prompt = NO_TOKENS  # of the next call; that of a first call is shared by the group, read-only
         self._fresh = True  # the next call opens a segment
         self._resumed = 0  # tokens of this call that an earlier attempt generated
 
@@ -79,7 +81,7 @@ class Episode:
             new = self.codec.encode(self._observed)
         if self._messages:  # plain text in a conversation: it is part of what the template would have to reproduce
             self._rendered += self.codec.decode(new.tolist(), special=True)
-        self._prompt = np.concatenate([self._prompt, new])
+        self._prompt = np.concatenate([self._prompt, new]) if len(self._prompt) else new
 
     def request(self) -> Request:
         """The next model call. Raises InvalidInput (PROMPT_TOO_LONG) when the context leaves no room for an answer."""
@@ -134,13 +136,13 @@ class Episode:
     def submission(self) -> samples_pb2.SubmittedSample:
         """The finished sample with its score or its transcript. The buffer checks it; here only that there is something."""
         sample = self.sample()
-        if not sample.generated_tokens:
+        if not (generated := sample.generated_tokens):
             raise InvalidInput("no token was generated", "NO_GENERATED_TOKENS")
         body = encode(sample)
         oldest, newest = sample.steps
         submitted = samples_pb2.SubmittedSample(
             lease=self.lease.lease, body=body, crc32c=checksum(body), tokens=sample.tokens,
-            generated_tokens=sample.generated_tokens, oldest_step=oldest, newest_step=newest)
+            generated_tokens=generated, oldest_step=oldest, newest_step=newest)
         if any(reward is not None for reward in self.rewards) or not self.reset.scorer:
             values = [reward or 0.0 for reward in self.rewards]
             submitted.score.CopyFrom(sample_pb2.Score(scalar=sum(values), components=self.components))
@@ -170,8 +172,7 @@ class Episode:
             self._fresh = False
             parent = len(self.segments) - 1 if self.segments else None
             fork = _common(self.segments[-1].tokens, self._prompt) if self.segments else 0
-            self.segments.append(Segment(
-                np.zeros(0, np.int32), np.zeros(0, bool), np.zeros(0, np.float32), (), parent=parent, fork_point=fork))
+            self.segments.append(Segment(NO_TOKENS, NO_MASK, NO_LOGPROBS, (), parent=parent, fork_point=fork))
         return self.segments[-1]
 
     def _resume(self, sample: Sample) -> None:

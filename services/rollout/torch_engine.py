@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from services.rollout.decoder import Decoder
-from services.rollout.engine import Generation, Request
+from services.rollout.engine import Ended, Generation, Request
 from services.rollout.proof import prove
 from slipstream.config import RunFile
 from slipstream.errors import InvalidInput, SlipstreamError, Unavailable
@@ -55,7 +55,7 @@ class TorchEngine:
         self._gathered: list[Request | _Swap | _Abort] = []
         self._inbox: collections.deque[Request | _Swap | _Abort | None] = collections.deque()
         self._wake = threading.Event()
-        self._pending: dict[int, asyncio.Future[Generation]] = {}
+        self._pending: dict[int, tuple[Request, Ended]] = {}
         self._streams: dict[int, tuple[Request, asyncio.Queue[Generation]]] = {}
         self._sent: dict[int, int] = {}  # the thread's: tokens of each stream that went out
         self._failure: BaseException | None = None
@@ -94,15 +94,29 @@ class TorchEngine:
         self._thread.start()
         await started
 
+    def check(self, request: Request) -> None:
+        self._running()
+        assert self._decoder is not None
+        self._decoder.check(request)
+
+    def submit(self, requests: Sequence[Request], ended: Ended) -> None:
+        self._running()
+        self._pending.update((request.id, (request, ended)) for request in requests)
+        self._hand_over(*requests)
+
     def generate(self, request: Request) -> asyncio.Future[Generation]:
-        future = self._accept(request).create_future()
-        self._pending[request.id] = future
+        self.check(request)
+        future: asyncio.Future[Generation] = self._running().create_future()
+
+        def ended(lot: list[tuple[Request, Generation | SlipstreamError]]) -> None:
+            _settle(future, lot[0][1])
+
         future.add_done_callback(lambda f: self.abort([request.id]) if f.cancelled() else None)
-        self._hand_over(request)
+        self.submit([request], ended)
         return future
 
     async def stream(self, request: Request) -> AsyncGenerator[Generation]:
-        self._accept(request)
+        self.check(request)
         queue: asyncio.Queue[Generation] = asyncio.Queue()  # bounded by the tokens of one answer
         self._streams[request.id] = (request, queue)
         self._hand_over(request)
@@ -147,16 +161,10 @@ class TorchEngine:
             raise Unavailable("no policy version is loaded yet", "NO_VERSION", retry_s=1)
         return self._loop
 
-    def _accept(self, request: Request) -> asyncio.AbstractEventLoop:
-        loop = self._running()
-        assert self._decoder is not None
-        self._decoder.check(request)
-        return loop
-
-    def _hand_over(self, item: Request | _Swap | _Abort) -> None:
+    def _hand_over(self, *items: Request | _Swap | _Abort) -> None:
         if not self._gathered and self._loop is not None:
             self._loop.call_soon(self._flush)
-        self._gathered.append(item)
+        self._gathered += items
 
     def _flush(self) -> None:
         self._inbox.extend(self._gathered)
@@ -165,22 +173,22 @@ class TorchEngine:
 
     def _deliver(self, ended: list[tuple[Request, Generation]]) -> None:
         """What one step produced: the answers that ended, and the next pieces of streams."""
+        lots: dict[Ended, list[tuple[Request, Generation | SlipstreamError]]] = {}
         for request, generation in ended:
-            if stream := self._streams.get(request.id):
+            if asked := self._pending.pop(request.id, None):
+                lots.setdefault(asked[1], []).append((request, generation))
+            elif stream := self._streams.get(request.id):
                 stream[1].put_nowait(generation)
-            elif (future := self._pending.get(request.id)) is not None:
-                if not future.done():
-                    future.set_result(generation)
-                del self._pending[request.id]
+        for tell, lot in lots.items():
+            tell(lot)
 
     def _fail(self, error: BaseException) -> None:
         """The thread has died: nobody may wait for it."""
         self._failure = error
         told = Unavailable(f"the engine failed: {error}", "ENGINE_FAILED")
-        for future in self._pending.values():
-            if not future.done():
-                future.set_exception(told)
-        self._pending.clear()
+        pending, self._pending = self._pending, {}
+        for request, ended in pending.values():
+            ended([(request, told)])
         nothing = Generation(np.zeros(0, np.int32), np.zeros(0, np.float32), (), 0)
         for _, queue in self._streams.values():
             queue.put_nowait(nothing)
@@ -289,10 +297,12 @@ def _rest(generation: Generation, sent: int) -> Generation:
         generation.tokens[sent:], generation.logprobs[sent:], tuple(spans), generation.finish_reason, generation.routes)
 
 
-def _settle(future: asyncio.Future[None], error: BaseException | None) -> None:
+def _settle(future: asyncio.Future[Any], result: Any) -> None:
     if future.done():
         return
-    if error is None:
-        future.set_result(None)
+    if not isinstance(result, BaseException):
+        future.set_result(result)
+    elif isinstance(result, SlipstreamError):
+        future.set_exception(result)
     else:
-        future.set_exception(error if isinstance(error, SlipstreamError) else InvalidInput(f"{type(error).__name__}: {error}"))
+        future.set_exception(InvalidInput(f"{type(result).__name__}: {result}"))

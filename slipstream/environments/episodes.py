@@ -15,6 +15,7 @@ import json
 import math
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,12 +44,13 @@ IDLE_S = 3600.0  # an episode without a call for this long is forgotten
 SWEEP_S = 30.0
 
 log = logs.get("environment")
+_Answer = Reset | Step | SlipstreamError | asyncio.Future[Any]  # a future where user code runs beside, also once it is done
 
 
 @dataclass(slots=True)
 class _Record:
     task: Task
-    answers: list[asyncio.Future[Any]]  # answers[n] belongs to sequence number n; 0 is the reset
+    answers: list[_Answer]  # answers[n] belongs to sequence number n; 0 is the reset
     used: float
     episode: Episode | None = field(default=None)
 
@@ -66,6 +68,7 @@ class Episodes:
         self._records: dict[str, _Record] = {}
         self._over: set[str] = set()  # done or failed, kept for repeats only: they take no room of max_episodes
         self._inline = _inline_methods(environment)
+        self._raised = Counter[tuple[str, str, str]]()  # kind, exception and place -> how often
         self._threads = DaemonThreads(THREADS, f"environment-{self.name}")
 
     def __len__(self) -> int:
@@ -103,14 +106,15 @@ class Episodes:
             self._over.discard(name)
             if record := self._records.pop(name, None):
                 for answer in record.answers:
-                    answer.cancel()
+                    if isinstance(answer, asyncio.Future):
+                        answer.cancel()
 
     def stop(self) -> None:
         """Forget everything. A thread that hangs in user code is left behind, it cannot be stopped."""
         self.close(list(self._records))
         self._threads.stop()
 
-    def _begin(self, item: EpisodeReset) -> asyncio.Future[Any] | SlipstreamError:
+    def _begin(self, item: EpisodeReset) -> _Answer:
         task, environment = item.task, self.environment
         if record := self._records.get(item.episode):
             if record.task != task:
@@ -132,7 +136,7 @@ class Episodes:
         record.answers.append(self._run(item.episode, "reset", partial(environment.reset, task), check))
         return record.answers[0]
 
-    def _advance(self, item: EpisodeStep) -> asyncio.Future[Any] | SlipstreamError:
+    def _advance(self, item: EpisodeStep) -> _Answer:
         record = self._records.get(item.episode)
         if record is None:
             return NotFound(
@@ -141,13 +145,15 @@ class Episodes:
         record.used = self._clock()
         if 1 <= item.sequence < len(record.answers):
             return record.answers[item.sequence]
-        last = record.answers[-1]
-        if item.sequence != len(record.answers) or not last.done():
+        over = record.answers[-1]
+        at_work = isinstance(over, asyncio.Future) and not over.done()
+        if item.sequence != len(record.answers) or at_work:
             return Fenced(
                 f"episode {item.episode}: sequence {item.sequence} after {len(record.answers) - 1}"
-                f"{'' if last.done() else ', which is still at work'}; send {len(record.answers)} next",
+                f"{', which is still at work' if at_work else ''}; send {len(record.answers)} next",
                 "SEQUENCE_GAP", episode=item.episode, sequence=item.sequence)
-        over = last.result()
+        if isinstance(over, asyncio.Future):
+            over = over.result()
         if isinstance(over, SlipstreamError) or (isinstance(over, Step) and over.done):
             return Fenced(
                 f"episode {item.episode} is over since sequence {len(record.answers) - 1}; close it", "EPISODE_OVER",
@@ -159,15 +165,13 @@ class Episodes:
         record.answers.append(self._run(item.episode, "step", call, partial(self._stepped, item.episode)))
         return record.answers[-1]
 
-    def _run(self, episode: str, kind: str, call: Callable[[], Any], check: Callable[[Any], Any]) -> asyncio.Future[Any]:
-        """The future answer of user code: finished already for inline methods, else a task that owns the call."""
+    def _run(self, episode: str, kind: str, call: Callable[[], Any], check: Callable[[Any], Any]) -> _Answer:
+        """The answer of user code: a value for inline methods, else a task that owns the call."""
         if kind in self._inline:
-            answer = asyncio.get_running_loop().create_future()
             try:
-                answer.set_result(check(call()))
+                return check(call())
             except Exception as error:
-                answer.set_result(self._failure(episode, kind, error))
-            return answer
+                return self._failure(episode, kind, error)
         return asyncio.create_task(self._run_beside(episode, kind, call, check), name=f"{kind} {episode}")
 
     async def _run_beside(self, episode: str, kind: str, call: Callable[[], Any], check: Callable[[Any], Any]) -> Any:
@@ -187,7 +191,12 @@ class Episodes:
         where = traceback.extract_tb(error.__traceback__)
         place = f" ({Path(where[-1].filename).name}:{where[-1].lineno})" if where else ""
         text = f"{type(error).__name__}: {error}"
-        log.exception(f"{kind} raised", error=error, environment=self.name, episode=episode)
+        self._raised[kind, type(error).__name__, place] += 1
+        times = self._raised[kind, type(error).__name__, place]
+        if times == 1:
+            log.exception(f"{kind} raised", error=error, environment=self.name, episode=episode)
+        elif not times & (times - 1):  # every power of two: a broken environment fails a thousand times a second
+            log.warning(f"{kind} raised{place} again", failure=text, times=times, environment=self.name, episode=episode)
         return SlipstreamError(
             f"environment {self.name}: {kind} raised {text}{place}", "ENVIRONMENT_ERROR", environment=self.name,
             episode=episode, exception=text)
@@ -202,7 +211,8 @@ class Episodes:
         for name, text in (("answer", reset.answer), ("scorer", reset.scorer)):
             if not isinstance(text, str):
                 raise TypeError(f"reset returned {name} = {text!r}; a str is needed")
-        json.dumps(reset.info)
+        if reset.info:
+            json.dumps(reset.info)
         record.episode = Episode(episode, record.task, reset)
         return reset
 
@@ -211,26 +221,23 @@ class Episodes:
             raise TypeError(f"step returned {type(value).__name__}; return a Step")
         if isinstance(value.observation, str):
             value.observation = Observation(text=value.observation)
-        numbers = {"reward": 0.0 if value.reward is None else value.reward, **value.components}
-        if bad := next((name for name, number in numbers.items() if not math.isfinite(number)), None):
-            raise ValueError(f"step returned {bad} = {numbers[bad]}; a finite number is needed")
+        if value.reward is not None or value.components:
+            numbers = {"reward": 0.0 if value.reward is None else value.reward, **value.components}
+            if bad := next((name for name, number in numbers.items() if not math.isfinite(number)), None):
+                raise ValueError(f"step returned {bad} = {numbers[bad]}; a finite number is needed")
         if not value.done and value.observation is None:
             raise ValueError("step returned neither an observation nor done = True; the model has nothing to answer")
         if value.done and episode in self._records:
             self._over.add(episode)
         return value
 
-    async def _gather(
-        self, answers: Sequence[tuple[str, asyncio.Future[Any] | SlipstreamError]], kind: str, timeout_s: float,
-    ) -> list[Any]:
+    async def _gather(self, answers: Sequence[tuple[str, _Answer]], kind: str, timeout_s: float) -> list[Any]:
         """Results in order; what is not there in time goes on running and is a DEADLINE_EXCEEDED value now."""
         if pending := [a for _, a in answers if isinstance(a, asyncio.Future) and not a.done()]:
             await asyncio.wait(pending, timeout=timeout_s)
-        return [self._result(episode, answer, kind, timeout_s) for episode, answer in answers]
+        return [self._result(e, a, kind, timeout_s) if isinstance(a, asyncio.Future) else a for e, a in answers]
 
-    def _result(self, episode: str, answer: asyncio.Future[Any] | SlipstreamError, kind: str, timeout_s: float) -> Any:
-        if isinstance(answer, SlipstreamError):
-            return answer
+    def _result(self, episode: str, answer: asyncio.Future[Any], kind: str, timeout_s: float) -> Any:
         if answer.cancelled():
             return NotFound(f"episode {episode} was closed meanwhile", "EPISODE_UNKNOWN", episode=episode)
         return answer.result() if answer.done() else timed_out(self.name, episode, kind, timeout_s)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from slipstream.environment import Environment, Reset, Task
 from slipstream.errors import ConfigError
 
@@ -19,6 +21,11 @@ class SortDigits(Environment):
         self.shortest, self.longest = shortest, longest
 
     def reset(self, task: Task) -> Reset:
-        random = task.random
-        digits = random.choices("0123456789", k=random.randint(self.shortest, self.longest))
-        return Reset("".join(digits) + "=", answer="".join(sorted(digits)))
+        digits = _digits(task, self.shortest, self.longest)
+        return Reset(digits + "=", answer="".join(sorted(digits)))
+
+
+@functools.lru_cache(1024)  # the samples of a group have one task, and a seeded generator costs as much as all the rest
+def _digits(task: Task, shortest: int, longest: int) -> str:
+    random = task.random
+    return "".join(random.choices("0123456789", k=random.randint(shortest, longest)))
