@@ -79,6 +79,7 @@ class BufferMetrics(_Group):
         self.numbered_batch = self._gauge("numbered_batch", "Last batch whose composition is durable.")
         self.committed_batch = self._gauge("committed_batch", "Last batch covered by a durable checkpoint.")
         self.incarnation = self._gauge("incarnation", "Newest trainer incarnation.")
+        self.imbalance = self._gauge("imbalance", "Draws that the ledger does not account for: 0, or a bug.")
         self.groups_dropped = self._counter("groups_dropped", "Groups that were never trained.", "reason")
         self.samples = self._counter("samples", "Samples submitted: accepted, outdated, failed.", "outcome")
         self.rejected = self._counter("rejected", "Items of requests that were refused.", "reason")

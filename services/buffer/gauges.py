@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from services.buffer.account import keep
 from services.buffer.front import Front
+from slipstream import logs
+from slipstream.errors import Unavailable
 from slipstream.service import ServiceContext
+
+log = logs.get("buffer")
 
 
 class Gauges:
@@ -11,6 +16,7 @@ class Gauges:
         self._front, self._context = front, context
         self._dropped: dict[str, int] | None = None  # as of the last look; counters of metrics begin with this process
         self._expired: dict[str, int] = {}
+        self._kept = -1  # committed batch as of the last balance in the store
         front.metrics.quota_bytes.set(front.ledger.rules.quota_bytes)
 
     async def update(self) -> None:
@@ -30,6 +36,9 @@ class Gauges:
         metrics.numbered_batch.set(meta.get("numbered", 0))
         metrics.committed_batch.set(meta.get("committed", 0))
         metrics.incarnation.set(meta.get("incarnation", 0))
+        off = abs(sum(groups.values()) - meta.get("next_draw", 0) + meta.get("lost", 0))
+        metrics.imbalance.set(off + abs(sum(balance.dropped.values()) - groups.get("dropped", 0)))
+        await self._keep(meta.get("committed", 0))
         self._count(dict(balance.dropped), {"sample": meta.get("expired", 0), "scoring": meta.get("scoring_expired", 0)})
         context = self._context
         context.policy_version = front.newest
@@ -41,6 +50,15 @@ class Gauges:
             numbered_batch=meta.get("numbered", 0), committed_batch=meta.get("committed", 0))
         context.details.update(
             samples=dict(samples), groups=dict(groups), dropped=dict(balance.dropped), waiting=dict(front.waiting))
+
+    async def _keep(self, committed: int) -> None:
+        """After a commit: the balance goes to the store, beside the archive of what was committed."""
+        if committed != self._kept:
+            self._kept = committed
+            try:
+                await keep(self._front, self._context.clock, self._context.store)
+            except Unavailable as error:
+                log.warning(f"the balance was not written to the store: {error.message}")
 
     def _count(self, dropped: dict[str, int], expired: dict[str, int]) -> None:
         metrics = self._front.metrics

@@ -212,6 +212,16 @@ class Balance:
             raise AssertionError(f"the ledger does not add up: {draws} draws, groups {self.groups}, samples {self.samples}")
 
 
+@dataclass(frozen=True, slots=True)
+class Holders:
+    """The balance with what only the records tell, at one moment. Leases by worker, lapsed ones included."""
+
+    balance: Balance
+    low_water_mark: int  # every draw below it is committed or dropped
+    sample_leases: Mapping[str, int]
+    scoring_leases: Mapping[str, int]
+
+
 TOPICS: tuple[str, ...] = ("samples", "unscored", "ready", "versions")
 OnChange = Callable[[Sequence[str]], None]
 
@@ -244,6 +254,7 @@ class Ledger(Protocol):
     async def rebuild(
         self, numbered: int, committed: int, next_draw: int, version: int, cursor: Mapping[str, int]) -> None: ...
     async def balance(self) -> Balance: ...
+    async def holders(self) -> Holders: ...
     async def archive(self) -> list[dict[str, Any]]: ...
     async def trim(self, lines: Sequence[dict[str, Any]]) -> None: ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from services.buffer.ledger import (
     Balance,
     BatchedGroup,
     Composition,
+    Holders,
     Incarnation,
     Member,
     Numbering,
@@ -280,6 +282,13 @@ class MemoryBatches:
         meta: dict[str, Any] = dict(self.state.meta)
         meta.update(ready=len(self.state.ready))
         return balance_of(meta, self.rules)
+
+    async def holders(self) -> Holders:
+        """The balance and who holds leases."""
+        state = self.state
+        samples = Counter(state.groups[draw]["s"][index].get("w", "?") for draw, index in state.leases)
+        scoring = Counter(state.groups[draw]["s"][index].get("sw", "?") for draw, index in state.scoring)
+        return Holders(await self.balance(), min(state.groups, default=state.get("next_draw")), samples, scoring)
 
     async def archive(self) -> list[dict[str, Any]]:
         """Lines of the event and dead-letter logs, oldest first, to be written elsewhere and then trimmed."""

@@ -24,6 +24,7 @@ from services.buffer.ledger import (
     Composition,
     Grant,
     Granted,
+    Holders,
     Incarnation,
     Lease,
     Member,
@@ -237,6 +238,12 @@ class RedisLedger:
             raw, ready = await pipe.execute()
         meta: dict[str, Any] = {k.decode(): int(v) for k, v in raw.items() if k != b"lineage"}
         return balance_of({**meta, "ready": ready}, self.rules)
+
+    async def holders(self) -> Holders:
+        """The balance and who holds leases. Its cost grows with leases and open groups: for people, not for every second."""
+        r, _ = await self._run("holders", {})
+        meta = {name: int(value) for name, value in r["meta"].items()}
+        return Holders(balance_of({**meta, "ready": r["ready"]}, self.rules), int(r["low"]), r["sample"], r["scoring"])
 
     async def archive(self) -> list[dict[str, Any]]:
         """Lines of the event and dead-letter logs, oldest first, to be written elsewhere and then trimmed."""

@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from services.buffer.account import LedgerServicer, keep
+from services.buffer.archive import archive
 from services.buffer.batches import BatchServicer
 from services.buffer.connection import connect, ping, shown, verify
 from services.buffer.cursor import TaskCursor
@@ -23,10 +25,11 @@ from services.buffer.scores import ScoreServicer
 from services.buffer.sessions import SessionServicer
 from slipstream import environment, logs
 from slipstream.errors import ConfigError, Unavailable
-from slipstream.lifecycle import CLOSE, STOP_INTAKE
+from slipstream.lifecycle import CLOSE, FLUSH, STOP_INTAKE, Clock, SystemClock
 from slipstream.objects import ObjectStore
 from slipstream.protos.buffer.v1 import (
     batches_pb2_grpc,
+    ledger_pb2_grpc,
     policy_pb2_grpc,
     samples_pb2_grpc,
     scores_pb2_grpc,
@@ -40,13 +43,14 @@ log = logs.get("buffer")
 _SWEEP_S, _GAUGES_S, _RETRY_S = 1.0, 1.0, 0.2
 
 
-def registrations(front: Front, store: ObjectStore, cursor: TaskCursor) -> list[Registration]:
+def registrations(front: Front, store: ObjectStore, cursor: TaskCursor, clock: Clock | None = None) -> list[Registration]:
     """The gRPC services of one buffer process."""
     return [
         (samples_pb2_grpc.add_SampleServiceServicer_to_server, SampleServicer(front)),
         (scores_pb2_grpc.add_ScoreServiceServicer_to_server, ScoreServicer(front)),
         (batches_pb2_grpc.add_BatchServiceServicer_to_server, BatchServicer(front, store, cursor)),
         (policy_pb2_grpc.add_PolicyServiceServicer_to_server, PolicyServicer(front)),
+        (ledger_pb2_grpc.add_LedgerServiceServicer_to_server, LedgerServicer(front, clock or SystemClock())),
         (sessions_pb2_grpc.add_SessionServiceServicer_to_server, SessionServicer()),
     ]
 
@@ -75,12 +79,17 @@ async def _serve(context: ServiceContext, ledger: Ledger, metrics: BufferMetrics
     gauges = Gauges(front, context)
     cursor = TaskCursor(rules.seed, rules.weights, tasks)
     await gauges.update()
-    await context.serve(registrations(front, context.store, cursor))
+    await context.serve(registrations(front, context.store, cursor, context.clock))
 
     async def close() -> None:
         front.changes.close()
 
+    async def last_state() -> None:
+        await archive(ledger, context.store)
+        await keep(front, context.clock, context.store)
+
     context.lifecycle.on_stop(STOP_INTAKE, close, "long polls")
+    context.lifecycle.on_stop(FLUSH, last_state, "the ledger's last state")  # after the gRPC server, which ends in this stage
     context.lifecycle.spawn("sweep", forever(_SWEEP_S, ledger.sweep, context.clock.sleep))
     context.lifecycle.spawn("gauges", forever(_GAUGES_S, gauges.update, context.clock.sleep))
     context.lifecycle.spawn(

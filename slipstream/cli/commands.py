@@ -90,6 +90,18 @@ def generate(
                     *([] if greedy else ["--sample"]), *(["--chat"] if chat else []), *(["--debug"] if debug else [])]))
 
 
+@app.command()
+def ledger(
+    run: RunArgument,
+    dead: Annotated[bool, typer.Option("--dead", help="Also list what was dropped or closed as failed, and why.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Where every draw and sample of a run is; exit code 1 when the account does not add up."""
+    from slipstream.cli import account
+    raise typer.Exit(account.ledger(run, dead, as_json))
+
+
 @env.command("serve")
 def env_serve(
     entry: Annotated[str, typer.Argument(metavar="MODULE:CLASS", help="The environment's class.")],
