@@ -1,0 +1,133 @@
+"""The chosen algorithm put together: from groups to advantages and weights, from log-probabilities to one number.
+
+    R ─► overlong, KL in the reward ─► advantages ─► (whitening) ─► per token x weight of the aggregation
+    pi, p, mu ─► policy loss x w x masks (+ KL) (- entropy) ─► sum
+
+Axes: S samples of an optimizer step, G samples of a group, M trained tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from services.trainer.algorithms import advantages, aggregation, corrections, divergences, policy_losses
+from services.trainer.algorithms.policy_losses import Clip, Tokens
+from slipstream import config
+
+
+@dataclass(frozen=True, slots=True)
+class SampleTerms:
+    """What the objective knows of each sample before the first forward pass: three [S]."""
+
+    rewards: np.ndarray  # float64, after shaping
+    advantages: np.ndarray  # float64
+    weights: np.ndarray  # float64, of each of its tokens; 0 = not trained and not counted
+
+
+@dataclass(frozen=True, slots=True)
+class LossInputs:
+    """The trained tokens of a micro-batch, [M] each; `reference` only with a KL term in the loss."""
+
+    logprobs: torch.Tensor  # log pi, with gradient
+    entropy: torch.Tensor  # with gradient when there is an entropy term
+    behaviour: torch.Tensor  # log mu
+    advantages: torch.Tensor
+    weights: torch.Tensor
+    rows: torch.Tensor  # int64
+    lags: torch.Tensor  # int64
+    reference: torch.Tensor | None = None
+
+
+class Objective:
+    """The algorithm of a run. Stateless."""
+
+    def __init__(self, settings: config.Algorithm, longest: int) -> None:
+        """`longest`: most tokens of an answer, rollout.max_new_tokens."""
+        self.settings, self.longest = settings, longest
+        self._clip = Clip(
+            settings.clip_low, settings.clip_high, settings.dual_clip, settings.tau_positive, settings.tau_negative)
+        self._policy_loss = policy_losses.LOSSES[settings.policy_loss]
+
+    def samples(
+        self, rewards_S: np.ndarray, groups_S: np.ndarray, tokens_S: np.ndarray, truncated_S: np.ndarray,
+        divergence_S: np.ndarray | None = None,
+    ) -> SampleTerms:
+        """Rewards, advantages and weights of a step's samples. `groups_S` numbers the group of each; `tokens_S` counts trained
+        tokens; `truncated_S` says whose answer was cut off; `divergence_S` is the sum of k1 against the reference.
+
+        Groups without signal are left out: of the sum, of every denominator and of the whitening.
+        """
+        settings = self.settings
+        rewards_S = rewards_S.astype(np.float64)
+        if settings.overlong_margin:
+            rewards_S = rewards_S + [
+                advantages.overlong_penalty(int(n), self.longest, settings.overlong_margin) for n in tokens_S]
+        if divergence_S is not None:
+            rewards_S = rewards_S - settings.kl_coefficient * divergence_S
+        advantages_S, counted_S = np.zeros(len(rewards_S)), np.zeros(len(rewards_S), bool)
+        for group in np.unique(groups_S):
+            at = np.flatnonzero(groups_S == group)
+            if not advantages.nothing_to_compare(rewards_S[at]):
+                counted_S[at] = True
+                advantages_S[at] = advantages.OF_GROUP[settings.advantage](rewards_S[at])
+        if settings.mask_truncated:
+            counted_S &= ~truncated_S
+        counts_S = np.where(counted_S, tokens_S, 0)
+        if settings.advantage in advantages.WHITENED:
+            advantages_S = np.where(counted_S, advantages.whitened(advantages_S, counts_S), 0.0)
+        weights_S = aggregation.WEIGHTS[settings.aggregation](counts_S, self.longest)
+        return SampleTerms(rewards_S, advantages_S, np.where(counted_S, weights_S, 0.0))
+
+    def loss(self, tokens: LossInputs) -> torch.Tensor:
+        """This micro-batch's part of the step's loss: a scalar whose gradients add up over micro-batches."""
+        settings, pi_M = self.settings, tokens.logprobs
+        anchor_M = self._anchor(tokens)
+        loss_M = self._policy_loss(Tokens(pi_M, anchor_M, tokens.advantages, tokens.rows), self._clip)
+        loss_M = loss_M * self._correction(tokens, anchor_M)
+        if tokens.reference is not None:
+            loss_M = loss_M + settings.kl_coefficient * divergences.ESTIMATES[settings.kl](pi_M, tokens.reference)
+        if settings.entropy_coefficient:
+            loss_M = loss_M - settings.entropy_coefficient * tokens.entropy
+        return (loss_M * tokens.weights).sum()
+
+    def _anchor(self, tokens: LossInputs) -> torch.Tensor:
+        """log p. One optimizer step is taken per batch, so the recomputed proximal policy is this very forward pass."""
+        match self.settings.anchor:
+            case "recomputed":
+                return tokens.logprobs.detach()
+            case "interpolated":
+                return corrections.interpolated_anchor(tokens.logprobs, tokens.behaviour, tokens.lags)
+            case _:
+                return tokens.behaviour
+
+    def _correction(self, tokens: LossInputs, anchor_M: torch.Tensor) -> torch.Tensor:
+        """Weights and masks of p / mu, and of pi / mu, multiplied: [M], no gradient."""
+        settings, log_w_M = self.settings, anchor_M - tokens.behaviour
+        log_ratio_M = (tokens.logprobs - tokens.behaviour).detach()
+        match settings.correction:
+            case "truncated":
+                factor_M = corrections.truncated(log_w_M, settings.correction_high)
+            case "masked":
+                factor_M = corrections.masked(log_w_M, settings.correction_low, settings.correction_high)
+            case "full":
+                factor_M = corrections.importance(log_w_M)
+            case _:
+                factor_M = torch.ones_like(log_w_M)
+        if settings.sequence_low or settings.sequence_high:
+            factor_M = factor_M * corrections.sequence_filter(
+                log_ratio_M, tokens.rows, settings.sequence_low or 0.0, settings.sequence_high or float("inf"))
+        if settings.veto_below:
+            factor_M = factor_M * corrections.veto(log_ratio_M, tokens.rows, settings.veto_below)
+        if settings.off_policy_delta is not None:
+            factor_M = factor_M * corrections.off_policy_mask(
+                log_ratio_M, tokens.advantages, tokens.rows, settings.off_policy_delta)
+        return factor_M
+
+
+def group_numbers(sizes: Sequence[int]) -> np.ndarray:
+    """Group of each sample from the sizes of the groups: 2, 3 gives 0 0 1 1 1."""
+    return np.repeat(np.arange(len(sizes)), sizes)
