@@ -124,10 +124,7 @@ async def read_manifest(store: ObjectStore, version: policy_pb2.PolicyVersion, r
     place = {"version": version.number, "key": version.manifest_key}
     if checksum(text) != version.manifest_crc32c:
         raise InvalidInput(f"{version.manifest_key}: the checksum differs from the published one", "MANIFEST_CHECKSUM", **place)
-    try:
-        manifest = _parse(json.loads(text))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidInput(f"{version.manifest_key} is not a manifest: {error!r}", "MANIFEST_FORMAT", **place) from None
+    manifest = manifest_of(text, version.manifest_key)
     if run and manifest.run != run:
         raise InvalidInput(f"{version.manifest_key} belongs to run {manifest.run!r}, not {run!r}", "MANIFEST_RUN", **place)
     told = (version.number, version.step, version.incarnation)
@@ -135,6 +132,14 @@ async def read_manifest(store: ObjectStore, version: policy_pb2.PolicyVersion, r
         raise InvalidInput(
             f"{version.manifest_key} is (number, step, incarnation) {found}, not {told}", "MANIFEST_VERSION", **place)
     return manifest
+
+
+def manifest_of(text: bytes, key: str) -> Manifest:
+    """A manifest from its bytes, for audits: without a PolicyVersion nothing proves whose it is. Raises InvalidInput."""
+    try:
+        return _parse(json.loads(text))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidInput(f"{key} is not a manifest: {error!r}", "MANIFEST_FORMAT", key=key) from None
 
 
 async def read_tensors(store: ObjectStore, manifest: Manifest) -> list[RawTensor]:

@@ -152,18 +152,29 @@ def state(model: nn.Module) -> list[RawTensor]:
 
 def raw(name: str, tensor: torch.Tensor) -> RawTensor:
     """One tensor as named bytes, copied."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1).clone()
-    return RawTensor(name, _NAMES[tensor.dtype], tuple(tensor.shape), flat.view(torch.uint8).numpy().data)
+    return bare(name, tensor.detach().cpu().contiguous().clone())
+
+
+def bare(name: str, tensor: torch.Tensor) -> RawTensor:
+    """One contiguous CPU tensor as named bytes, sharing its memory."""
+    data = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    return RawTensor(name, _NAMES[tensor.dtype], tuple(tensor.shape), data)
 
 
 def cooked(tensor: RawTensor) -> torch.Tensor:
     """The inverse of `raw`. The result may share memory with `tensor.data`, so copy before writing."""
-    if (dtype := _DTYPES.get(tensor.dtype)) is None:
-        raise InvalidInput(f"tensor {tensor.name}: dtype {tensor.dtype} is not one of {sorted(_DTYPES)}", "DTYPE")
+    dtype = dtype_named(tensor.name, tensor.dtype)
     data = np.frombuffer(tensor.data, np.uint8)
     if not data.flags.writeable:
         data = data.copy()
     return torch.from_numpy(data).view(dtype).reshape(tuple(tensor.shape))
+
+
+def dtype_named(tensor: str, dtype: str) -> torch.dtype:
+    """torch's dtype of safetensors' spelling. Raises InvalidInput, naming the tensor."""
+    if (found := _DTYPES.get(dtype)) is None:
+        raise InvalidInput(f"tensor {tensor}: dtype {dtype} is not one of {sorted(_DTYPES)}", "DTYPE")
+    return found
 
 
 @torch.no_grad()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +14,15 @@ import numpy as np
 import torch
 
 from services.trainer import losses
-from services.trainer.optimizer import adamw, clipped_step, load_optimizer_state, optimizer_state, set_learning_rate
+from services.trainer.optimizer import adamw, clipped_step, set_learning_rate
 from services.trainer.packing import Group, Microbatch, Row, lag_histogram, microbatches, trained_rows, without_signal
+from services.trainer.snapshot import Snapshot, restore, take
 from slipstream import config
 from slipstream.errors import ConfigError, InvalidInput
 from slipstream.manifest import RawTensor
-from slipstream.model import build, cooked, files, load_state, raw, state
+from slipstream.model import build, files, state
 
 Metrics = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """Everything that a step changes, copied: what a checkpoint holds."""
-
-    weights: list[RawTensor]
-    optimizer: list[RawTensor]
-    random: list[RawTensor]
 
 
 class Learner:
@@ -120,17 +111,14 @@ class Learner:
         """A snapshot of the weights, for a policy version."""
         return state(self.model)
 
-    def snapshot(self, weights: list[RawTensor] | None = None) -> Snapshot:
-        """A snapshot of everything; `weights` when they were copied already."""
-        return Snapshot(
-            weights or self.weights(), optimizer_state(self.optimizer, self.model), [raw("torch", torch.get_rng_state())])
+    def snapshot(self) -> Snapshot:
+        """A copy of everything that a step changes, for a checkpoint."""
+        return take(self.model, self.optimizer)
 
     def load(self, snapshot: Snapshot) -> None:
         """The inverse of `snapshot`. Raises InvalidInput when it does not fit the model."""
-        load_state(self.model, snapshot.weights)
-        load_optimizer_state(self.optimizer, self.model, snapshot.optimizer)
+        restore(self.model, self.optimizer, snapshot)
         set_learning_rate(self.optimizer, self.run.trainer.learning_rate)
-        torch.set_rng_state(cooked(snapshot.random[0]).clone())
 
     def files(self) -> dict[str, bytes]:
         """Configuration and tokenizer, for a policy version."""

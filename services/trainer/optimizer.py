@@ -1,18 +1,14 @@
-"""AdamW over the model's parameters, its state as named tensors, and the ramp of the warm-up."""
+"""AdamW over the model's parameters, one clipped step of it, and the ramp of the warm-up."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 
 from slipstream import config
-from slipstream.errors import InvalidInput, SlipstreamError
-from slipstream.manifest import RawTensor
-from slipstream.model import cooked, raw
-
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+from slipstream.errors import SlipstreamError
 
 
 def adamw(model: nn.Module, settings: config.Trainer, learning_rate: float) -> torch.optim.AdamW:
@@ -49,24 +45,3 @@ def clipped_step(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Param
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm
-
-
-def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[RawTensor]:
-    """A snapshot: `<parameter>/<moment>` for every parameter that was ever stepped."""
-    return [
-        raw(f"{name}/{moment}", optimizer.state[parameter][moment])
-        for name, parameter in model.named_parameters() if parameter in optimizer.state for moment in MOMENTS]
-
-
-def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Sequence[RawTensor]) -> None:
-    """Put a snapshot back, replacing all there is. Raises InvalidInput when it does not fit the model."""
-    parameters = dict(model.named_parameters())
-    optimizer.state.clear()
-    for tensor in tensors:
-        name, _, moment = tensor.name.rpartition("/")
-        value, parameter = cooked(tensor).clone(), parameters.get(name)
-        if parameter is None or moment not in MOMENTS or (moment != "step" and value.shape != parameter.shape):
-            raise InvalidInput(f"optimizer state {tensor.name} {list(value.shape)} does not fit the model", "OPTIMIZER_STATE")
-        optimizer.state[parameter][moment] = value.to(parameter.device) if moment != "step" else value
-    if partial := next((n for n, p in parameters.items() if p in optimizer.state and len(optimizer.state[p]) != 3), None):
-        raise InvalidInput(f"optimizer state of {partial} is incomplete", "OPTIMIZER_STATE")

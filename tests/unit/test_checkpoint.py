@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
+import os
+import shutil
 
-import numpy as np
 import pytest
+import torch
 
 from services.trainer.checkpoint import FOLDER, POINTER, Checkpoints
-from services.trainer.learner import Snapshot
+from services.trainer.snapshot import PARTS, Snapshot
 from slipstream.errors import Conflict, Fenced, InvalidInput, NotFound
-from slipstream.manifest import RawTensor
 from slipstream.objects import FileStore
 
 
@@ -18,39 +21,29 @@ class Crash(Exception):
     """What a killed process would not survive."""
 
 
-class CrashingStore(FileStore):
-    """A file store whose n-th write never happens; neither does any later one."""
+class Dying:
+    """A store whose operation number `at` is the last: it dies before the operation has an effect, or after it."""
 
-    def __init__(self, root, writes: int) -> None:
-        super().__init__(root)
-        self.left = writes
+    def __init__(self, store: FileStore, at: int = -1, when: str = "before") -> None:
+        self._store, self._at, self._when, self.done, self.url = store, at, when, [], store.url
 
-    def _spend(self) -> None:
-        if self.left == 0:
-            raise Crash
-        self.left -= 1
-
-    async def put(self, key, data, durable=True):
-        self._spend()
-        await super().put(key, data, durable)
-
-    async def put_if_absent(self, key, data):
-        self._spend()
-        return await super().put_if_absent(key, data)
-
-    async def replace(self, key, data, tag):
-        self._spend()
-        return await super().replace(key, data, tag)
-
-    async def delete(self, key):
-        self._spend()
-        await super().delete(key)
+    def __getattr__(self, name: str):
+        async def operation(*arguments):
+            if self._at in range(len(self.done) + (self._when == "before")):
+                raise Crash
+            result = await getattr(self._store, name)(*arguments)
+            self.done.append((name, arguments[0]))
+            if self._at == len(self.done) - 1:
+                raise Crash
+            return result
+        return operation
 
 
 def snapshot(value: int) -> Snapshot:
-    def tensor(name: str) -> RawTensor:
-        return RawTensor(name, "F32", (2, 3), np.full((2, 3), value, np.float32).data.cast("B"))
-    return Snapshot([tensor("w"), tensor("v")], [tensor("w/exp_avg")], [RawTensor("torch", "U8", (4,), bytes([value] * 4))])
+    tensor = torch.full((2, 3), float(value))
+    return Snapshot(
+        {"w": tensor, "v": tensor.bfloat16() + 1}, {"w/exp_avg": tensor + 2, "w/step": torch.tensor(float(value))},
+        {"0/torch": torch.tensor([value] * 4, dtype=torch.uint8)})
 
 
 async def opened(store, incarnation: int = 1, keep: int = 2) -> Checkpoints:
@@ -73,7 +66,7 @@ async def resumed(root) -> tuple[int, int]:
     loaded = await checkpoints.load()
     assert loaded is not None
     header, contents = loaded
-    return header.step, int(np.frombuffer(contents.weights[0].data, np.float32)[0])
+    return header.step, int(contents.weights["w"][0, 0])
 
 
 async def test_round_trip(tmp_path):
@@ -86,35 +79,110 @@ async def test_round_trip(tmp_path):
     assert (pointer.step, pointer.incarnation, pointer.ledger_sequence) == (7, 3, 70)
     header, contents = await again.load()
     assert (header.step, header.incarnation, header.ledger_epoch, header.notes) == (7, 3, 2, {"rewards": [0.5]})
-    for name in ("weights", "optimizer", "random"):
-        expected, found = (
-            {t.name: (t.dtype, t.shape, bytes(t.data)) for t in getattr(s, name)} for s in (snapshot(7), contents))
-        assert found == expected
+    for part in PARTS:
+        expected, found = getattr(snapshot(7), part), getattr(contents, part)
+        assert found.keys() == expected.keys()
+        for name in expected:
+            assert found[name].dtype == expected[name].dtype and torch.equal(found[name], expected[name])
 
 
-@pytest.mark.parametrize("writes", range(5))
-async def test_a_crash_before_any_write_leaves_the_former_one(tmp_path, writes):
-    """Three shards, the manifest, the pointer: killed before the n-th, the next start resumes from step 2, not from step 4."""
-    await saved(await opened(FileStore(tmp_path)), 2)
-    crashing = Checkpoints(CrashingStore(tmp_path, writes + 1), "test", 2)
-    await crashing.open()
-    await crashing.take_over(2)
-    with pytest.raises(Crash):
-        await saved(crashing, 4, incarnation=2)
-    assert await resumed(tmp_path) == (2, 2)
+async def turn(store, step: int, incarnation: int) -> None:
+    """One trainer start, from its take-over to the clean-up after its first checkpoint."""
+    checkpoints = Checkpoints(store, "test", 1)
+    await checkpoints.open()
+    assert await checkpoints.load() is not None
+    await checkpoints.take_over(incarnation)
+    await saved(checkpoints, step, incarnation)
+    await checkpoints.retain()
 
 
-async def test_a_crash_after_the_last_write_keeps_the_new_one(tmp_path):
-    """Once the pointer is replaced, the checkpoint is in force, whatever happens to the clean-up."""
-    await saved(await opened(FileStore(tmp_path)), 2)
-    for writes in range(4):
-        crashing = Checkpoints(CrashingStore(tmp_path, 6 + writes), "test", 1)
-        await crashing.open()
-        await crashing.take_over(2 + writes)
-        await saved(crashing, 4 + writes, incarnation=2 + writes)
-        with pytest.raises(Crash):
-            await crashing.retain()
-        assert await resumed(tmp_path) == (4 + writes, 4 + writes)
+async def test_a_crash_at_any_operation_leaves_the_former_or_the_new_one(tmp_path, monkeypatch):
+    """Every operation of a start, a checkpoint and its clean-up, killed before and after its effect: a fresh start finds a
+    whole checkpoint, the new one exactly from the pointer's replacement on, and goes on from there. Nothing piles up."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)  # processes die here, not machines
+    former = await opened(FileStore(tmp_path / "former"))
+    for step in (0, 1, 2):
+        await saved(former, step)
+    shutil.copytree(tmp_path / "former", tmp_path / "undisturbed")
+    undisturbed = Dying(FileStore(tmp_path / "undisturbed"))
+    await turn(undisturbed, 4, 2)
+    operations = undisturbed.done
+    assert [name for name, key in operations if key == POINTER] == ["get_tagged", "replace", "replace"]
+    assert len(operations) > 20
+    in_force = max(n for n, (name, key) in enumerate(operations) if (name, key) == ("replace", POINTER))
+    for at in range(len(operations)):
+        for when in ("before", "after"):
+            root = tmp_path / f"{at}-{when}"
+            shutil.copytree(tmp_path / "former", root)
+            with pytest.raises(Crash):
+                await turn(Dying(FileStore(root), at, when), 4, 2)
+            expected = 4 if at > in_force or (at == in_force and when == "after") else 2
+            assert await resumed(root) == (expected, expected), (operations[at], when)
+            await turn(FileStore(root), 6, 3)
+            assert await resumed(root) == (6, 6)
+            folders = {key.split("/")[1].split("-")[0] for key in await FileStore(root).list(FOLDER) if key != POINTER}
+            assert folders == {"00000000", "00000006"}, (operations[at], when)
+
+
+class InTurn(FileStore):
+    """A store as one of several starts sees it: they replace the pointer in a given order, such as "ABBA", which is noted."""
+
+    def __init__(self, root, who: str, order: list[str], moved: asyncio.Condition, written: list[tuple[str, int, int]]) -> None:
+        super().__init__(root)
+        self._who, self._order, self._moved, self._written = who, order, moved, written
+
+    async def replace(self, key, data, tag):
+        async with self._moved:
+            await self._moved.wait_for(lambda: self._order[:1] in ([], [self._who]))
+            try:
+                new = await super().replace(key, data, tag)
+                pointer = json.loads(data)
+                self._written.append((self._who, pointer["incarnation"], pointer["step"]))
+                return new
+            finally:
+                del self._order[:1]
+                self._moved.notify_all()
+
+    async def leave(self) -> None:
+        """The others need not wait for this one any more."""
+        async with self._moved:
+            self._order[:] = [who for who in self._order if who != self._who]
+            self._moved.notify_all()
+
+
+async def test_of_two_racing_trainers_the_loser_learns_it(tmp_path):
+    """Two starts at once, in every order of their writes to the pointer: one takes over first; the other notices, reads again
+    and fences it, unless it has saved by then. Whoever could not save was told; in force is the checkpoint of the newer."""
+    outcomes = set()
+    for order in sorted({"".join(p) for p in itertools.permutations("AAABBB")}):
+        root, turns, moved, both = tmp_path / order, list(order), asyncio.Condition(), asyncio.Barrier(2)
+        written: list[tuple[str, int, int]] = []
+        await saved(await opened(FileStore(root), 1), 2)
+
+        async def start(store: InTurn, both: asyncio.Barrier) -> int:
+            checkpoints = Checkpoints(store, "test", 2)
+            try:
+                incarnation = (await checkpoints.open()).incarnation + 1
+                await both.wait()
+                while True:
+                    try:
+                        await checkpoints.take_over(incarnation)
+                        break
+                    except Conflict:
+                        incarnation = (await checkpoints.open()).incarnation + 1
+                await saved(checkpoints, 10 * incarnation, incarnation)
+                return incarnation
+            finally:
+                await store.leave()
+
+        ended = await asyncio.gather(
+            *(start(InTurn(root, who, turns, moved, written), both) for who in "AB"), return_exceptions=True)
+        assert all(isinstance(end, int | Fenced) for end in ended) and 3 in ended
+        assert [incarnation for _, incarnation, _ in written] in ([2, 2, 3, 3], [2, 3, 3])
+        assert [step for _, _, step in written] == ([2, 20, 20, 30] if 2 in ended else [2, 2, 30])
+        assert await resumed(root) == (30, 30)
+        outcomes.add(2 in ended)
+    assert outcomes == {True, False}, "the first to take over was fenced in some orders, and had saved before in others"
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "manifest"])
@@ -123,7 +191,7 @@ async def test_a_damaged_checkpoint_is_stepped_over(tmp_path, damage):
     checkpoints = await opened(FileStore(tmp_path))
     await saved(checkpoints, 2)
     name = await saved(checkpoints, 4)
-    path = tmp_path / name / ("manifest.json" if damage == "manifest" else "optimizer.safetensors")
+    path = tmp_path / name / ("manifest.json" if damage == "manifest" else "optimizer-00000.safetensors")
     data = bytearray(path.read_bytes())
     if damage == "flip":
         data[-1] ^= 1
@@ -131,7 +199,7 @@ async def test_a_damaged_checkpoint_is_stepped_over(tmp_path, damage):
     if damage == "remove":
         path.unlink()
     assert await resumed(tmp_path) == (2, 2)
-    for leftover in (tmp_path / FOLDER).rglob("weights.safetensors"):
+    for leftover in (tmp_path / FOLDER).rglob("weights-00000.safetensors"):
         leftover.write_bytes(b"")
     with pytest.raises(InvalidInput, match="none of 2 checkpoints is whole"):
         await resumed(tmp_path)
@@ -161,7 +229,7 @@ async def test_a_slower_predecessor_is_fenced(tmp_path):
     assert await resumed(tmp_path) == (4, 4)
     with pytest.raises(Fenced):
         await opened(FileStore(tmp_path), 2)
-    (tmp_path / (await second.load())[0].name / "weights.safetensors").unlink()
+    (tmp_path / (await second.load())[0].name / "weights-00000.safetensors").unlink()
     assert await resumed(tmp_path) == (2, 2), "step 10 of the fenced branch is not a candidate"
 
 
@@ -176,16 +244,30 @@ async def test_a_pointer_that_moved_is_a_conflict(tmp_path):
     await late.take_over(2)
 
 
-async def test_only_the_newest_are_kept(tmp_path):
-    """keep = 2, and half-written ones below go as well; the pointer's is never touched."""
+async def test_the_first_and_the_newest_are_kept(tmp_path):
+    """keep = 2, and the first for ever, because replay starts there; half-written ones below the newest go as well."""
     store = FileStore(tmp_path)
     checkpoints = await opened(store)
-    names = [await saved(checkpoints, step) for step in (2, 4, 6)]
-    await store.put(f"{FOLDER}00000003-1-half/weights.safetensors", b"x")
-    assert await checkpoints.retain() == sorted([names[0], f"{FOLDER}00000003-1-half"])
-    assert {k.rsplit("/", 1)[0] for k in await store.list(FOLDER) if k != POINTER} == set(names[1:])
+    names = [await saved(checkpoints, step) for step in (0, 2, 4, 6)]
+    half = f"{FOLDER}00000003-1-half"
+    await store.put(f"{half}/weights-00000.safetensors", b"x")
+    await store.put(f"{FOLDER}00000007-1-half/weights-00000.safetensors", b"somebody may be writing it")
+    assert await checkpoints.retain() == [names[1], half]
+    assert await checkpoints.steps() == [0, 4, 6]
     with pytest.raises(NotFound):
-        await store.get(f"{names[0]}/manifest.json")
+        await store.get(f"{names[1]}/manifest.json")
+    assert await checkpoints.retain() == []
+
+
+async def test_an_older_one_is_found_by_its_step(tmp_path):
+    """Replay and fork start from the newest at or below a step; a damaged one is stepped over."""
+    checkpoints = await opened(FileStore(tmp_path))
+    names = [await saved(checkpoints, step) for step in (2, 4, 6)]
+    assert [(await checkpoints.load_at(step))[0].step for step in (2, 3, 5, 99)] == [2, 2, 4, 6]
+    (tmp_path / names[1] / "weights-00000.safetensors").unlink()
+    assert (await checkpoints.load_at(5))[0].step == 2
+    with pytest.raises(NotFound, match=r"no checkpoint at or below step 1; there are \[2, 4, 6\]"):
+        await checkpoints.load_at(1)
 
 
 async def test_another_runs_pointer_is_refused(tmp_path):

@@ -108,7 +108,7 @@ async def test_stopped_and_resumed_is_bitwise_the_undisturbed_run(tmp_path, dete
     expected, found = await versions(whole, tmp_path / "whole"), await versions(parts, tmp_path / "parts")
     assert found == expected
     [one], [other] = (
-        (tmp_path / n / "objects").glob("checkpoints/00000004-*/optimizer.safetensors") for n in ("whole", "parts"))
+        (tmp_path / n / "objects").glob("checkpoints/00000004-*/optimizer-00000.safetensors") for n in ("whole", "parts"))
     assert one.read_bytes() == other.read_bytes()
 
 
