@@ -53,10 +53,14 @@ bench: $(VENV)/.demo  ## every benchmark of the README
 	$(BIN)/python -m benchmarks.engine --json benchmarks/results/engine.json
 	$(BIN)/python -m benchmarks.buffer --json benchmarks/results/buffer.json
 
+chaos: $(VENV)/.demo  ## kill, stop and cut everything of a run for ten minutes each way, and prove that nothing is lost
+	$(BIN)/python -m benchmarks.chaos --minutes 10 --seed 1 --schedule pinned --json benchmarks/results/chaos-pinned.json
+	$(BIN)/python -m benchmarks.chaos --minutes 10 --seed 1 --schedule free --json benchmarks/results/chaos-free.json
+
 clean:  ## remove the environment, caches and runs
 	rm -rf $(VENV) runs .pytest_cache .ruff_cache .hypothesis *.egg-info build
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-.PHONY: demo test test-deps test-fast lint protos docs bench clean help
+.PHONY: demo test test-deps test-fast lint protos docs bench chaos clean help

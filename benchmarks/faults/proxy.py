@@ -48,7 +48,7 @@ class Link:
 
 
 class Proxy:
-    """Carries connections to `upstream()`, which is asked anew for each: "host:port" or the path of a unix socket, "" = nobody."""
+    """Carries connections to `upstream()`, asked anew for each: "host:port", the path of a unix socket, or "" for nobody."""
 
     def __init__(self, name: str, upstream: Callable[[], str]) -> None:
         self.name = name
@@ -63,7 +63,7 @@ class Proxy:
             self._server = await asyncio.start_unix_server(self._accept, path)
             return str(path)
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        return "127.0.0.1:{}".format(self._server.sockets[0].getsockname()[1])
+        return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     async def close(self) -> None:
         """Stop listening and end every connection."""

@@ -39,6 +39,7 @@ class Rules:
     keep_versions: int
     over_lag: Mapping[str, str]
     weights: Mapping[str, float]
+    edges: bool = False  # count every edge taken, as meta fields es:old>new and eg:old>new
 
     @classmethod
     def of(cls, run: RunFile) -> Rules:
@@ -50,7 +51,7 @@ class Rules:
             max_attempts=schedule.max_attempts, group_timeout_ms=int(schedule.group_timeout_s * 1000),
             quota_bytes=run.buffer.quota_bytes, sample_bytes=min(run.buffer.sample_bytes, 64 + 16 * run.rollout.context),
             keep_versions=run.objects.keep_versions, over_lag={e.name: e.over_lag for e in run.environments},
-            weights={e.name: e.weight for e in run.environments})
+            weights={e.name: e.weight for e in run.environments}, edges=run.service.audit)
 
 
 class Lease(NamedTuple):

@@ -62,6 +62,8 @@ class MemoryState:
         self.add("s:" + sample["st"], -1)
         self.add("s:" + state, 1)
         self.add("sequence", 1)
+        if self.rules.edges:
+            self.add(f"es:{sample['st']}>{state}", 1)
         sample["st"] = state
 
     def move_group(self, group: Record, state: str) -> None:
@@ -70,6 +72,8 @@ class MemoryState:
         self.add("g:" + group["st"], -1)
         self.add("g:" + state, 1)
         self.add("sequence", 1)
+        if self.rules.edges:
+            self.add(f"eg:{group['st']}>{state}", 1)
         group["st"] = state
 
     def hold(self, sample: Record, field: str, size: int) -> None:

@@ -9,6 +9,7 @@ publishing (a batch may need the newest version) or committing (`checkpoint_now`
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -124,7 +125,7 @@ def assemble(batch: batches_pb2.Batch, bodies: dict[Key, bytes]) -> TrainingBatc
             if member.score.failure:
                 failures[member.score.failure[:200]] += 1
             members.append(Member(key[2], decode(body), reward))
-            audit.append((key[1], key[2], crc, key[0]))
+            audit.append((key[1], key[2], crc, key[0], trained_crc32c(members[-1], wire.mask_below_step)))
             for name, value in member.score.components.items():
                 components.setdefault(name, []).append(value)
         groups.append(Group(wire.draw.number, members, wire.mask_below_step, wire.task.environment))
@@ -133,6 +134,12 @@ def assemble(batch: batches_pb2.Batch, bodies: dict[Key, bytes]) -> TrainingBatc
         drops[drop.reason] = drops.get(drop.reason, 0) + 1
     means = {name: sum(values) / len(values) for name, values in sorted(components.items())}
     return TrainingBatch(batch.batch, groups, audit, batch.ledger_sequence, drops, means, dict(failures))
+
+
+def trained_crc32c(member: Member, mask_below_step: int) -> int:
+    """Checksum of the arrays that enter the loss: equal in a replay, whatever the bodies went through."""
+    arrays = [a.tobytes() for s in member.sample.segments for a in (s.tokens, s.loss_mask, s.logprobs)]
+    return crc32c(b"".join((*arrays, struct.pack("<dq", member.reward, mask_below_step))))
 
 
 def _key(sample: sample_pb2.SampleId) -> Key:

@@ -1,9 +1,9 @@
 """What the trainer writes into the run folder: metrics, one line a step, and the record that an auditor judges it by.
 
     <folder>/metrics.jsonl        {"step": 7, "reward_mean": 0.31, ...}; steps only grow: a resume cuts what is to be repeated
-    <folder>/audit/trainer.jsonl  {"batch": 7, "incarnation": 2, "samples": [[draw, index, body crc32c, ledger epoch], ...]}; on
-                                  disk before the step is applied; lines are never removed, so a repeated step appears again,
-                                  with the same samples and a higher incarnation
+    <folder>/audit/trainer.jsonl  {"batch": 7, "incarnation": 2, "samples": [[draw, index, body crc32c, ledger epoch,
+                                  crc32c of the arrays in the loss], ...]}; on disk before the step is applied; lines are never
+                                  removed, so a repeated step appears again, with the same samples and a higher incarnation
     <folder>/audit/versions.jsonl {"version": 7, "step": 7, "incarnation": 2, "weights": "<SHA-256>"}; one line a published policy
                                   version, written before it is announced; it outlives the version, and replay compares it
 """
@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 from slipstream.errors import ConfigError
 from slipstream.protos.types.v1 import policy_pb2
 
-AuditEntry = tuple[int, int, int, int]
+AuditEntry = tuple[int, int, int, int, int]
 
 
 class Records:

@@ -257,7 +257,7 @@ async def test_records_survive_a_torn_line(tmp_path):
     records = Records(tmp_path)
     assert records.resume(1) == [{"step": 1}]
     records.metrics({"step": 2, "again": True})
-    records.audit(2, 5, [(3, 4, 5, 0)])
+    records.audit(2, 5, [(3, 4, 5, 0, 6)])
     records.close()
     assert lines(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2, "again": True}]
-    assert json.loads((tmp_path / "audit" / "trainer.jsonl").read_text().splitlines()[-1])["samples"] == [[3, 4, 5, 0]]
+    assert json.loads((tmp_path / "audit" / "trainer.jsonl").read_text().splitlines()[-1])["samples"] == [[3, 4, 5, 0, 6]]

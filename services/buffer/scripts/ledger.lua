@@ -83,11 +83,13 @@ end
 local function move(sample, state)
   if not SAMPLE_EDGES[sample.st][state] then error('a sample cannot go from ' .. sample.st .. ' to ' .. state) end
   add('s:' .. sample.st, -1); add('s:' .. state, 1); add('sequence', 1)
+  if rules.edges then add('es:' .. sample.st .. '>' .. state, 1) end
   sample.st = state
 end
 local function move_group(g, state)
   if not GROUP_EDGES[g.st][state] then error('a group cannot go from ' .. g.st .. ' to ' .. state) end
   add('g:' .. g.st, -1); add('g:' .. state, 1); add('sequence', 1)
+  if rules.edges then add('eg:' .. g.st .. '>' .. state, 1) end
   g.st = state
 end
 local function hold(sample, field, size)

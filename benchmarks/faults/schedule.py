@@ -1,0 +1,57 @@
+"""Which fault hits whom, when and for how long: from a seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+PROCESSES = ("trainer", "rollout", "reward", "buffer", "supervisor", "redis")
+LINKS = ("trainer", "rollout", "reward", "redis")  # whose connections lead through a proxy
+LINK_FAULTS = ("reset", "lost reply", "delay")
+STOPS = 3  # of the six, in each round
+LINK_GAP_S = 2.5
+KILLS = 15  # of each process, in ten minutes
+ROUNDS_PER_MINUTE = 1.8
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`action` is kill, stop, reset, lost reply or delay; `seconds` until a stopped or delayed one goes on; `after_s` the pause
+    before it."""
+
+    action: str
+    target: str
+    after_s: float
+    seconds: float = 0.0
+
+
+def process_faults(seed: int, lease_s: float) -> Iterator[Fault]:
+    """Endless rounds: in each, every process is killed once and some are stopped, in random order.
+
+    A stop is short, or longer than a lease: then its owner comes back as a zombie.
+    """
+    chance = random.Random(f"processes {seed}")
+    stopped: list[str] = []
+    mean_s = 60 / ROUNDS_PER_MINUTE / (len(PROCESSES) + STOPS)
+    while True:
+        deck = [("kill", target) for target in PROCESSES]
+        if len(stopped) < STOPS:
+            stopped = chance.sample(PROCESSES, len(PROCESSES))
+        deck += [("stop", stopped.pop()) for _ in range(STOPS)]
+        chance.shuffle(deck)
+        for action, target in deck:
+            long = chance.random() < 0.4
+            seconds = chance.uniform(1.3, 2.5) * lease_s if long else chance.uniform(0.3, 1.2)
+            yield Fault(action, target, min(chance.expovariate(1 / mean_s), 3 * mean_s), seconds if action == "stop" else 0.0)
+
+
+def link_faults(seed: int) -> Iterator[Fault]:
+    """Endless resets, lost replies and delays, each kind and each link equally often."""
+    chance = random.Random(f"links {seed}")
+    while True:
+        deck = [(action, target) for action in LINK_FAULTS for target in LINKS]
+        chance.shuffle(deck)
+        for action, target in deck:
+            seconds = chance.uniform(0.2, 3.0) if action == "delay" else 0.0
+            yield Fault(action, target, chance.expovariate(1 / LINK_GAP_S), seconds)

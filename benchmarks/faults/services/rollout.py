@@ -1,0 +1,6 @@
+"""The rollout, diverted: see benchmarks/faults/divert.py."""
+
+from benchmarks.faults.divert import main
+
+if __name__ == "__main__":
+    main("rollout")
