@@ -78,6 +78,9 @@ class BufferMetrics(_Group):
         self.published_step = self._gauge("published_step", "Newest step that has a policy version.")
         self.numbered_batch = self._gauge("numbered_batch", "Last batch whose composition is durable.")
         self.committed_batch = self._gauge("committed_batch", "Last batch covered by a durable checkpoint.")
+        self.ledger_rebuilds = self._counter(
+            "ledger_rebuilds", "Lost or rewound ledgers rebuilt from the batch log, by what proved it.", "proof")
+        self.refused_starts = self._counter("refused_starts", "Trainer starts refused, by reason.", "reason")
         self.incarnation = self._gauge("incarnation", "Newest trainer incarnation.")
         self.imbalance = self._gauge("imbalance", "Draws that the ledger does not account for: 0, or a bug.")
         self.groups_dropped = self._counter("groups_dropped", "Groups that were never trained.", "reason")

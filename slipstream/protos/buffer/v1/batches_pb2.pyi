@@ -90,20 +90,26 @@ class DropDecision(_message.Message):
     def __init__(self, draw: _Optional[_Union[_sample_pb2.DrawId, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Batch(_message.Message):
-    __slots__ = ("run", "batch", "groups", "drops", "log_key", "ledger_sequence")
+    __slots__ = ("run", "batch", "groups", "drops", "log_key", "ledger_sequence", "numbered_unix_ms", "next_draw", "live_draws")
     RUN_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     DROPS_FIELD_NUMBER: _ClassVar[int]
     LOG_KEY_FIELD_NUMBER: _ClassVar[int]
     LEDGER_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    NUMBERED_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_DRAW_FIELD_NUMBER: _ClassVar[int]
+    LIVE_DRAWS_FIELD_NUMBER: _ClassVar[int]
     run: str
     batch: int
     groups: _containers.RepeatedCompositeFieldContainer[BatchGroup]
     drops: _containers.RepeatedCompositeFieldContainer[DropDecision]
     log_key: str
     ledger_sequence: int
-    def __init__(self, run: _Optional[str] = ..., batch: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[BatchGroup, _Mapping]]] = ..., drops: _Optional[_Iterable[_Union[DropDecision, _Mapping]]] = ..., log_key: _Optional[str] = ..., ledger_sequence: _Optional[int] = ...) -> None: ...
+    numbered_unix_ms: int
+    next_draw: int
+    live_draws: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, run: _Optional[str] = ..., batch: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[BatchGroup, _Mapping]]] = ..., drops: _Optional[_Iterable[_Union[DropDecision, _Mapping]]] = ..., log_key: _Optional[str] = ..., ledger_sequence: _Optional[int] = ..., numbered_unix_ms: _Optional[int] = ..., next_draw: _Optional[int] = ..., live_draws: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LeaseBatchResponse(_message.Message):
     __slots__ = ("batch", "waiting_for", "checkpoint_now", "finished")
