@@ -135,8 +135,8 @@ async def test_a_resume_draws_nothing_on_top_of_what_is_under_way(redis: RedisPr
 
 async def test_lag_stays_bounded_over_a_recovery(redis: RedisProcess, tmp_path: Path) -> None:
     """16: a trainer published steps 1 and 2 without a checkpoint and died. Samples of its step 2 are as far from the new branch
-    as a step -2 would be: they are dropped by name, not trained as if they were fresh. The new branch's workers must have loaded
-    its own steps, and only so many draws are made as its own steps allow."""
+    as a step -2 would be: they are dropped by name, not trained as if they were fresh. Its workers must have loaded its own
+    steps, and only so many draws are made as these allow."""
     async with buffer(redis, tmp_path / "objects") as client:
         await client.begin()
         for batch in (1, 2):

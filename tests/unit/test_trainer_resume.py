@@ -10,8 +10,8 @@ from tests.unit.test_trainer_loop import train
 
 
 async def test_a_resume_publishes_before_it_waits_for_a_batch(tmp_path: Path) -> None:
-    """Workers that have just started need weights before they can finish a sample, so no batch exists until there is a version of
-    this incarnation. A trainer that asked for its batch first would wait for ever."""
+    """Workers that have just started need weights before they can finish a sample, so no batch exists until there is a version
+    of this incarnation. A trainer that asked for its batch first would wait for ever."""
     buffer = FakeBuffer(steps=4)
     buffer.gate = lambda batch: "" if _published(buffer) else "rollouts, which wait for weights"
     assert await train(buffer, run_file(tmp_path, run={"steps": 2})) == 0
