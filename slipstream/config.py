@@ -197,6 +197,9 @@ class Service(Section):
     buffer_address: str = Field(default="", description="host:port of the buffer; empty = the supervisor picks.")
     buffer_port: int = Field(default=0, ge=0, lt=65536, description="Port of the local buffer; 0 = a free one.")
     stall_s: Seconds = Field(default=300, description="No progress for this long is a state and an alert.")
+    give_up_s: float = Field(
+        default=900, ge=0, description="The local supervisor ends a run without progress for this long; 0 = never."
+    )
     metrics: bool = Field(default=True, description="Serve Prometheus metrics from every process.")
     audit: bool = Field(
         default=False,

@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, Protocol
 
 from slipstream import logs
@@ -61,11 +61,12 @@ class SystemClock:
 class Wait:
     """One blocking wait. Its sentence may be changed while it lasts; the time keeps counting."""
 
-    __slots__ = ("sentence", "started")
+    __slots__ = ("patient", "sentence", "started")
 
-    def __init__(self, sentence: str, started: float) -> None:
+    def __init__(self, sentence: str, started: float, patient: bool = False) -> None:
         self.sentence = sentence
         self.started = started
+        self.patient = patient
 
 
 class Waits:
@@ -82,13 +83,14 @@ class Waits:
         self._waits: dict[int, Wait] = {}
 
     @contextlib.contextmanager
-    def on(self, sentence: str) -> Iterator[Wait]:
-        """Name what the block waits for.
+    def on(self, sentence: str, patient: bool = False) -> Iterator[Wait]:
+        """Name what the block waits for. A `patient` wait is for work of others, who answer for it: it is shown, but however
+        long it lasts, it is no stall of this process.
 
         A loop of long polls wraps itself in one wait that lasts until work comes; otherwise each poll starts the count anew and
         a stall is never seen.
         """
-        number, wait = next(self._numbers), Wait(sentence, self._clock.monotonic())
+        number, wait = next(self._numbers), Wait(sentence, self._clock.monotonic(), patient)
         self._waits[number] = wait
         try:
             yield wait
@@ -101,7 +103,14 @@ class Waits:
 
         Of nested waits the outer one is older and names the goal; begin it with the sentence that people should read.
         """
-        waits = list(self._waits.values())
+        return self._oldest(list(self._waits.values()))
+
+    @property
+    def impatient(self) -> tuple[str, float] | None:
+        """The longest wait that is not patient."""
+        return self._oldest([w for w in list(self._waits.values()) if not w.patient])
+
+    def _oldest(self, waits: Sequence[Wait]) -> tuple[str, float] | None:
         if not waits:
             return None
         oldest = min(waits, key=lambda w: w.started)

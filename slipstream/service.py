@@ -32,11 +32,14 @@ from slipstream.config import RunFile, load
 from slipstream.errors import ConfigError, InvalidInput, SlipstreamError
 from slipstream.lifecycle import CLOSE, EXIT_CONFIG, FLUSH, NOT_SERVING, Clock, Lifecycle, SystemClock, Waits
 from slipstream.objects import ObjectStore, open_store
+from slipstream.progress import Progress
 from slipstream.protos.types.v1 import policy_pb2, status_pb2, status_pb2_grpc
 
 SERVICES = ("buffer", "rollout", "reward", "trainer")
 DEBUG = "SLIPSTREAM_DEBUG"
 _WRITERS = ("buffer", "trainer")  # services that cannot work on an object store that ignores conditions
+
+SHOWN_S = 1.0  # lack of progress that status shows as a wait
 
 log = logs.get("service")
 
@@ -115,6 +118,7 @@ class ServiceContext:
         self.metrics_address = ""
         self.started = clock.monotonic()
         self._secret = secret
+        self._progress: Progress | None = None
         self._channel: grpc.aio.Channel | None = None
 
     @property
@@ -133,11 +137,25 @@ class ServiceContext:
             return "starting"
         return "stalled" if self.stalled else "serving"
 
+    def judge_progress(self, marker: Callable[[], object], awaiting: Callable[[], str]) -> None:
+        """Say what counts as progress here and what it is awaited for; see slipstream.progress."""
+        self._progress = Progress(self.clock, marker, awaiting)
+
+    @property
+    def awaited(self) -> tuple[str, float]:
+        """What this process has got on without for the longest, and the seconds: a wait, or progress that does not come."""
+        wait = self.waits.impatient or ("", 0.0)
+        return max(wait, self._progress.awaited, key=lambda a: a[1]) if self._progress is not None else wait
+
+    @property
+    def stuck(self) -> bool:
+        """Whether the lack of progress alone has lasted longer than service.stall_s."""
+        return self._progress is not None and self._progress.awaited[1] > self.run.service.stall_s
+
     @property
     def stalled(self) -> bool:
-        """Whether one wait has lasted longer than service.stall_s."""
-        current = self.waits.current
-        return current is not None and current[1] > self.run.service.stall_s
+        """Whether one wait, or the lack of progress, has lasted longer than service.stall_s."""
+        return self.awaited[1] > self.run.service.stall_s
 
     async def serve(self, registrations: Sequence[rpc.Registration]) -> str:
         """Start gRPC (with health, reflection and StatusService) and metrics, write the service file. Returns host:port."""
@@ -157,14 +175,17 @@ class ServiceContext:
         return self.address
 
     async def watch_waits(self) -> None:
-        """Keep the waiting metrics up to date, and say once when a wait becomes a stall and once when it ends."""
+        """Keep the metrics of waits and progress up to date, and say once when a stall begins and once when it ends."""
         told = False
         while True:
-            current, stalled = self.waits.current, self.stalled
-            self.metrics.waiting(current, stalled)
-            if stalled and not told and current:
+            if self._progress is not None:
+                self._progress.look()
+                self.metrics.progress_age_seconds.set(self._progress.age_s)
+            awaited, stalled = self.awaited, self.stalled
+            self.metrics.waiting(self.waits.current, stalled)
+            if stalled and not told:
                 log.error(
-                    f"stalled: waiting for {current[0]}", waited_s=round(current[1], 1), stall_s=self.run.service.stall_s)
+                    f"stalled: waiting for {awaited[0]}", waited_s=round(awaited[1], 1), stall_s=self.run.service.stall_s)
             elif told and not stalled:
                 log.info("no longer stalled")
             told = stalled
@@ -195,7 +216,8 @@ class _StatusServicer(status_pb2_grpc.StatusServiceServicer):
 
     async def GetStatus(self, request: status_pb2.GetStatusRequest, context: Any) -> status_pb2.GetStatusResponse:
         own = self._context
-        sentence, waited_s = own.waits.current or ("", 0.0)
+        awaited = own.awaited
+        sentence, waited_s = (awaited if own.stalled else own.waits.current) or (awaited if awaited[1] >= SHOWN_S else ("", 0.0))
         response = status_pb2.GetStatusResponse(
             run=own.run.run.name, service=own.arguments.service, instance=own.arguments.instance, state=own.state,
             waiting_for=sentence, waited=rpc.duration(waited_s), uptime=rpc.duration(own.clock.monotonic() - own.started),

@@ -46,7 +46,9 @@ class ProcessMetrics(_Group):
     def __init__(self, registry: CollectorRegistry, service: str) -> None:
         super().__init__(registry, "")
         self.waiting_seconds = self._gauge("waiting_seconds", "How long the process has waited for this, now.", "for_")
-        self.stalled = self._gauge("stalled", "1 while one wait has lasted longer than service.stall_s.")
+        self.stalled = self._gauge("stalled", "1 while a wait, or a lack of progress, has lasted over service.stall_s.")
+        self.progress_age_seconds = self._gauge(
+            "progress_age_seconds", "Time since the process got on: a score, a batch, a step, a token; alert on the buffer's.")
         self.rpc_seconds = self._histogram(
             "rpc_seconds", "Time in which this process handled a call, long polls included.", "method", "code", buckets=_RPC_S)
         self.build_info = self._gauge("build_info", "Always 1; the labels say what runs.", "service", "version", "python")
@@ -71,6 +73,7 @@ class BufferMetrics(_Group):
         self.outstanding_groups = self._gauge(
             "outstanding_groups", "Groups drawn and not yet covered by a published step; the budget bounds it.")
         self.leases = self._gauge("leases", "Leases held now.", "kind")
+        self.workers = self._gauge("workers", "Processes that were heard of within a lease period.", "service")
         self.unscored_samples = self._gauge("unscored_samples", "Samples submitted that wait for a score.")
         self.complete_groups = self._gauge("complete_groups", "Groups ready for a batch.")
         self.bytes = self._gauge("bytes", "Bytes of bodies held in Redis.")

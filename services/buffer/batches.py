@@ -76,6 +76,7 @@ class BatchServicer(batches_pb2_grpc.BatchServiceServicer):
 
     async def LeaseBatch(self, request: batches_pb2.LeaseBatchRequest, context: Any) -> batches_pb2.LeaseBatchResponse:
         front = self._front
+        front.hear("trainer", "trainer")
 
         async def attempt() -> Numbering:
             numbering = await front.ledger.number_batch(request.incarnation, request.batch)

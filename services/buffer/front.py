@@ -25,6 +25,8 @@ class Front:
         self.ledger, self.metrics, self.run_hash = ledger, metrics, run_hash
         self.changes = Changes()
         self.waiting: dict[str, str] = {}  # who -> what they wait for
+        self.heard: dict[str, dict[str, float]] = {}  # service -> worker -> when it last called, by the event loop's clock
+        self.leases_kept = float("-inf")  # when a rollout worker last kept leases alive
         self.versions: list[policy_pb2.PolicyVersion] = []  # newest first
         self._versions_stale = True
         ledger.on_change = self._changed
@@ -50,6 +52,16 @@ class Front:
     @property
     def newest(self) -> policy_pb2.PolicyVersion | None:
         return self.versions[0] if self.versions else None
+
+    def hear(self, service: str, worker: str) -> None:
+        """A worker, or the trainer, has called."""
+        self.heard.setdefault(service, {})[worker] = asyncio.get_running_loop().time()
+
+    def connected(self, service: str, within_s: float) -> list[str]:
+        """Who has called lately; the others are forgotten."""
+        least = asyncio.get_running_loop().time() - within_s
+        names = self.heard[service] = {w: at for w, at in self.heard.get(service, {}).items() if at >= least}
+        return sorted(names)
 
     def rejected(self, error: SlipstreamError) -> status_pb2.Status:
         """A refused item as a status, counted by reason."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from services.buffer.account import keep
 from services.buffer.front import Front
+from services.buffer.stalls import HEARD_S, Stalls
 from slipstream import logs
 from slipstream.errors import Unavailable
 from slipstream.service import ServiceContext
@@ -16,13 +17,22 @@ class Gauges:
         self._front, self._context = front, context
         self._dropped: dict[str, int] | None = None  # as of the last look; counters of metrics begin with this process
         self._expired: dict[str, int] = {}
+        self._stalls = Stalls(front, front.ledger.rules.lease_ms / 1000)
+        context.judge_progress(lambda: self._stalls.marker, self._stalls.awaiting)
         self._kept = -1  # committed batch as of the last balance in the store
         front.metrics.quota_bytes.set(front.ledger.rules.quota_bytes)
 
     async def update(self) -> None:
         """One look. Raises Unavailable when Redis is away."""
         front, metrics = self._front, self._front.metrics
-        balance = await front.ledger.balance()
+        try:
+            balance = await front.ledger.balance()
+        except Unavailable as error:
+            self._stalls.unreachable = f"Redis: {error.message}"
+            raise
+        self._stalls.look(balance)
+        for service in ("rollout", "reward"):
+            metrics.workers.labels(service).set(len(front.connected(service, max(HEARD_S, front.ledger.rules.lease_ms / 1000))))
         await front.refresh_versions()
         meta, samples, groups = balance.meta, balance.samples, balance.groups
         metrics.open_draws.set(groups.get("open", 0) + groups.get("complete", 0) + groups.get("short", 0))

@@ -42,6 +42,7 @@ class SampleServicer(samples_pb2_grpc.SampleServiceServicer):
                 f"the run file of worker {request.worker} (hash {request.run_file_hash[:12]}) is not that of the buffer "
                 f"({front.run_hash[:12]}): start both from one run file", "RUN_FILE_HASH")
         count = min(request.max_samples, _MOST_SAMPLES)
+        front.hear("rollout", request.worker)
 
         async def attempt() -> Granted:
             granted = await front.ledger.grant_samples(request.worker, count, request.loaded_version)
@@ -83,6 +84,8 @@ class SampleServicer(samples_pb2_grpc.SampleServiceServicer):
     async def HeartbeatSamples(
             self, request: samples_pb2.HeartbeatSamplesRequest, context: Any) -> samples_pb2.HeartbeatSamplesResponse:
         leases = [to_lease(wire) for wire in request.leases]
+        self._front.hear("rollout", request.worker)
+        self._front.leases_kept = self._front.heard["rollout"][request.worker]
         outcomes = await self._front.ledger.heartbeat_samples(leases) if leases else []
         return samples_pb2.HeartbeatSamplesResponse(
             statuses=[self._front.status(o, lease) for o, lease in zip(outcomes, leases, strict=True)])

@@ -32,6 +32,7 @@ class ScoreServicer(scores_pb2_grpc.ScoreServiceServicer):
         require(bool(request.worker), "worker", request.worker, "name the worker, for logs and for those who wait for it")
         require(request.max_samples > 0, "max_samples", request.max_samples, "ask for at least one")
         count = min(request.max_samples, _MOST_SAMPLES)
+        front.hear("reward", request.worker)
         grants = await front.changes.poll(
             "unscored", rpc.seconds(request.wait), lambda: front.ledger.grant_scoring(request.worker, count), len)
         response, task_seeds = scores_pb2.LeaseUnscoredResponse(ttl=self._ttl), TaskSeeds(front.ledger.rules.seed)
@@ -45,6 +46,7 @@ class ScoreServicer(scores_pb2_grpc.ScoreServiceServicer):
     async def HeartbeatScoring(
             self, request: scores_pb2.HeartbeatScoringRequest, context: Any) -> scores_pb2.HeartbeatScoringResponse:
         leases = [to_lease(wire) for wire in request.leases]
+        self._front.hear("reward", request.worker)
         outcomes = await self._front.ledger.heartbeat_scoring(leases) if leases else []
         return scores_pb2.HeartbeatScoringResponse(
             statuses=[self._front.status(o, lease) for o, lease in zip(outcomes, leases, strict=True)])

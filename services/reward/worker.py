@@ -46,12 +46,15 @@ class ScoringWorker:
         self._in_hand: set[Key] = set()  # leased and not yet submitted
         self._scoring: dict[Key, Lease] = {}  # those of them whose score is not known yet
         self._finished: list[tuple[Key, pb.ScoredSample]] = []
+        self._scored = 0
         self._room, self._news, self._empty = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._note()
 
     def start(self) -> None:
         """Spawn the loops, and their end in stages."""
         lifecycle = self._context.lifecycle
+        self._context.judge_progress(
+            lambda: self._scored, lambda: f"scores of {len(self._scoring)} samples" if self._scoring else "")
         leasing = lifecycle.spawn("lease", self._lease())
         lifecycle.spawn("submit", self._submit())
         lifecycle.spawn("heartbeat", self._heartbeat())
@@ -66,7 +69,8 @@ class ScoringWorker:
         """Take samples while there is room; score each lot beside the next poll."""
         context, lots = self._context, 0
         while True:
-            with context.waits.on(f"scorers: {len(self._in_hand)} samples in hand") if self._full else nullcontext():
+            full = f"scorers: {len(self._in_hand)} samples in hand"
+            with context.waits.on(full, patient=True) if self._full else nullcontext():
                 await self._room.wait()
             request = pb.LeaseUnscoredRequest(
                 worker=context.arguments.instance, max_samples=self._batch - len(self._in_hand), wait=rpc.duration(POLL_S))
@@ -85,6 +89,7 @@ class ScoringWorker:
 
         def done(i: int, score: Score, seconds: float) -> None:
             lease = samples[i].lease
+            self._scored += 1
             self._metrics.scores.labels("failed" if score.failure else "scored").inc()
             if seconds:
                 self._metrics.score_seconds.labels(transcripts[i].scorer).observe(seconds)

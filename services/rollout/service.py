@@ -55,6 +55,8 @@ async def start(context: ServiceContext) -> None:
     engine = TorchEngine(run, metrics.decode_seconds.observe)
     worker = RolloutWorker(context, engine, environments, metrics)
     await context.serve([(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, RolloutServicer(engine, worker))])
+    context.judge_progress(
+        lambda: engine.generated_tokens, lambda: f"tokens of {engine.active} sequences in flight" if engine.active else "")
     worker.start()
     context.lifecycle.on_stop(CLOSE, engine.stop, "engine")
     context.lifecycle.spawn("engine metrics", _watch_engine(context, engine, metrics))

@@ -115,7 +115,7 @@ class Weights:
         while self._target() is None:
             self._news.clear()
             if self._engine.version is None:
-                with self._context.waits.on("first policy version from the trainer"):
+                with self._context.waits.on("first policy version from the trainer", patient=True):
                     await self._news.wait()
             else:
                 await self._news.wait()

@@ -102,7 +102,7 @@ class RolloutWorker:
     async def _lease(self) -> None:
         context = self._context
         sentence = "work from the buffer"
-        with context.waits.on("first policy version from the trainer"):
+        with context.waits.on("first policy version from the trainer", patient=True):
             while self._engine.version is None:
                 await self._room.wait()
                 self._room.clear()
@@ -110,7 +110,8 @@ class RolloutWorker:
         self._note()
         while True:
             busy = self._in_hand >= self._slots
-            with context.waits.on(f"free slots: {self._in_hand} samples in flight") if busy else nullcontext():
+            full = f"free slots: {self._in_hand} samples in flight"
+            with context.waits.on(full, patient=True) if busy else nullcontext():
                 await self._room.wait()
             await self._spare_a_broken_environment()
             version = self._engine.version
@@ -166,7 +167,8 @@ class RolloutWorker:
     async def _before_swap(self) -> None:
         """Pinned: a sample is generated wholly by one version, so the swap waits for those in flight."""
         if self._pinned and self._player.running:
-            with self._context.waits.on(f"swap: {len(self._player.running)} samples of the loaded version in flight"):
+            before = f"swap: {len(self._player.running)} samples of the loaded version in flight"
+            with self._context.waits.on(before, patient=True):
                 while self._player.running:
                     await self._idle.wait()
 
@@ -263,7 +265,7 @@ class RolloutWorker:
         while True:
             await context.clock.sleep(context.run.rollout.heartbeat_s)
             keys = list(self._leases)
-            if not keys:
+            if not keys or context.stuck:  # what does not get on here is better given to others
                 continue
             request = pb.HeartbeatSamplesRequest(
                 worker=context.arguments.instance, leases=[self._leases[key] for key in keys])

@@ -62,7 +62,7 @@ class BatchReader:
 
     async def _lease(self, number: int, incarnation: int) -> batches_pb2.Batch | None:
         request = batches_pb2.LeaseBatchRequest(incarnation=incarnation, batch=number, wait=rpc.duration(POLL_S))
-        with self._waits.on(f"batch {number}") as wait:
+        with self._waits.on(f"batch {number}", patient=True) as wait:
             while True:
                 reply: batches_pb2.LeaseBatchResponse = await rpc.call_until(
                     self._stub.LeaseBatch, request, POLL_S + 10, self._waits, f"batch {number}: the buffer", self._clock)

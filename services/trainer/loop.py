@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from services.trainer.batches import BatchReader, TrainingBatch
+from services.trainer.check import prove_forward
 from services.trainer.checkpoint import Checkpoints, Header
 from services.trainer.learner import Learner, Metrics, Snapshot
 from services.trainer.publish import Publisher
@@ -73,6 +74,9 @@ class TrainerLoop:
         self._ledger_epoch = self._ledger_sequence = 0
         self._rewards: deque[float] = deque(maxlen=WINDOW)
         self._ended = self.clock.monotonic()
+        self._started = False
+        self._works = 0  # pieces of torch work done: forward passes and whole calls
+        context.judge_progress(lambda: (self._works, context.policy_version, self.checkpoint_step), self._in_hand)
 
     @property
     def done(self) -> bool:
@@ -80,6 +84,12 @@ class TrainerLoop:
         target = self.settings.run.target_reward
         reached = target is not None and len(self._rewards) == WINDOW and statistics.fmean(self._rewards) >= target
         return reached or self.step >= self.settings.run.steps
+
+    def _in_hand(self) -> str:
+        """What is awaited of this process now; waiting for a batch is not, others work on that."""
+        if not self._started:
+            return "the trainer's start: model, warm-up, first version"
+        return f"optimizer step {self.step + 1}" if self._training else ""
 
     def request_checkpoint(self) -> int:
         """Write a checkpoint after the step that is being trained; at once when none is. Returns the step it will cover."""
@@ -109,6 +119,7 @@ class TrainerLoop:
         loaded = await self._take_over()
         with self.waits.on("the model to be loaded"):
             self.learner = await self._in_torch(Learner, self.settings)
+            await self._in_torch(self._prove)
         if loaded is None:
             await warm_up(self.learner, self.settings, self.waits, self._in_torch, self.stopping)
         else:
@@ -125,6 +136,7 @@ class TrainerLoop:
         await self._publish(await self._in_torch(self.learner.weights))
         await self._checkpoint()  # step 0 is one, too: a restart does not warm up again
         self._show()
+        self._started = True
         long_lived()
         log.info("trainer starts", step=self.step, incarnation=self.incarnation, resumed=loaded is not None)
 
@@ -293,7 +305,17 @@ class TrainerLoop:
         self._wake.set()
 
     async def _in_torch(self, function: Callable[..., T], *arguments: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._torch, function, *arguments)
+        result = await asyncio.get_running_loop().run_in_executor(self._torch, function, *arguments)
+        self._works += 1
+        return result
+
+    def _prove(self) -> None:
+        """In the torch thread: one forward pass, so that a configuration that cannot run is told as one, and not in a loop."""
+        def count(*_: object) -> None:
+            self._works += 1
+
+        self.learner.model.register_forward_hook(count)
+        prove_forward(self.learner, self.settings)
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, None]) -> bool:
         """Run to the end, or until the process is asked to stop. Returns whether it ended by itself."""

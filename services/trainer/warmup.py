@@ -26,7 +26,7 @@ from services.trainer.packing import Row
 from slipstream import config, logs, seeds
 from slipstream.environment import EpisodeReset, Reset, Task, connect
 from slipstream.environments.client import EnvironmentClient
-from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.errors import ConfigError, SlipstreamError, Unavailable
 from slipstream.lifecycle import Waits
 
 # Indexes of procedural tasks from here on: no run draws that many.
@@ -110,8 +110,12 @@ def _task(run: config.RunFile, settings: config.Environment, client: Environment
 
 
 def _checked(result: Reset | SlipstreamError, settings: config.Environment, run: config.RunFile) -> Reset:
-    if isinstance(result, SlipstreamError):
+    if isinstance(result, Unavailable):
         raise result
+    if isinstance(result, SlipstreamError):
+        raise ConfigError(
+            f"the warm-up cannot start an episode of environment {settings.name!r} ({result.message}): mend the environment, "
+            "or set trainer.warmup.steps = 0") from result
     if not result.answer:
         raise ConfigError(
             f"trainer.warmup.steps = {run.trainer.warmup.steps}: environment {settings.name!r} gives no answers to learn from; "

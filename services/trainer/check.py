@@ -1,0 +1,53 @@
+"""Can this model be trained at all? One forward pass tells, before a run has begun and each time that a trainer starts.
+
+    python -m services.trainer.check --run-file PATH
+
+Builds the model of `model.build` (what `model.path` names may be large: its trainer checks it) and runs it once. Exit code 2
+and one line when it cannot be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from services.trainer.learner import Learner
+from services.trainer.packing import Microbatch
+from slipstream import config
+from slipstream.errors import ConfigError
+
+
+def prove_forward(learner: Learner, run: config.RunFile) -> None:
+    """Run the model on two tokens. Raises ConfigError when its configuration lets it be built but not be used."""
+    nothing = np.zeros(1)
+    two_tokens = Microbatch(
+        np.zeros((1, 2), np.int64), np.array([1]), np.zeros(1, np.int64), nothing.astype(np.float32),
+        nothing.astype(np.float32), nothing.astype(np.int64))
+    try:
+        learner.forward(two_tokens)
+    except Exception as error:  # whatever a model raises
+        place = f"model.path = {run.model.path}" if run.model.build is None else "model.build.config"
+        raise ConfigError(
+            f"{place}: the model can be built, but a forward pass fails ({type(error).__name__}: "
+            f"{' '.join(str(error).split())[:200]}); correct its configuration") from error
+
+
+def main(run_file: Path) -> int:
+    """The command; its exit code."""
+    try:
+        run = config.load(run_file)
+        if run.model.build is not None:
+            prove_forward(Learner(run), run)
+    except ConfigError as error:
+        print(error.message, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m services.trainer.check", description=__doc__.partition("\n")[0])
+    parser.add_argument("--run-file", type=Path, required=True, help="run file, .json or .toml")
+    sys.exit(main(parser.parse_args().run_file))
