@@ -34,6 +34,9 @@ test-deps: $(VENV)/.test  ## fetch the other Redis server that tests run on, thr
 test-fast: $(VENV)/.test  ## the tests that take under a minute together
 	$(BIN)/python -m pytest -m 'not slow'
 
+test-planted: $(VENV)/.test  ## plant known faults in a copy of the code, one at a time: the tests catch each (two minutes)
+	$(BIN)/python -m pytest -m '' tests/planted
+
 lint: $(VENV)/.test  ## ruff, pyright, import contracts, generated files
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
@@ -63,4 +66,4 @@ clean:  ## remove the environment, caches and runs
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-.PHONY: demo test test-deps test-fast lint protos docs bench chaos clean help
+.PHONY: demo test test-deps test-fast test-planted lint protos docs bench chaos clean help
