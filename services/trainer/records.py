@@ -4,8 +4,8 @@
     <folder>/audit/trainer.jsonl  {"batch": 7, "incarnation": 2, "samples": [[draw, index, body crc32c, ledger epoch,
                                   crc32c of the arrays in the loss], ...]}; on disk before the step is applied; lines are never
                                   removed, so a repeated step appears again, with the same samples and a higher incarnation
-    <folder>/audit/versions.jsonl {"version": 7, "step": 7, "incarnation": 2, "weights": "<SHA-256>"}; one line a published policy
-                                  version, written before it is announced; it outlives the version, and replay compares it
+    <folder>/audit/versions.jsonl {"version": 7, "step": 7, "incarnation": 2, "weights": "<SHA-256>"}; one line a published
+                                  version, before it is announced; it outlives the version, and replay compares it
 """
 
 from __future__ import annotations

@@ -102,6 +102,30 @@ def ledger(
     raise typer.Exit(account.ledger(run, dead, as_json))
 
 
+@app.command()
+def replay(
+    run: RunArgument,
+    to: Annotated[int | None, typer.Option("--to", metavar="K", min=1, help="Last step; default: newest published.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Train again from the first checkpoint and the batch log, and compare every published version. Changes nothing."""
+    from slipstream.cli import branches
+    raise typer.Exit(branches.replay(run, to))
+
+
+@app.command()
+def fork(
+    place: Annotated[str, typer.Argument(metavar="RUN@K", help="Run, and the step after which the new one starts.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the new run.")],
+    set_: Annotated[list[str] | None, typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override a setting of the new run. Repeatable.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Start a new run where another one stood after step K. The origin is not changed."""
+    from slipstream.cli import branches
+    raise typer.Exit(branches.fork(place, name, set_ or []))
+
+
 @env.command("serve")
 def env_serve(
     entry: Annotated[str, typer.Argument(metavar="MODULE:CLASS", help="The environment's class.")],

@@ -7,7 +7,8 @@
     <folder>/services/*.json   where each process serves
     <folder>/logs/*.log        one file per process, JSON lines
     <folder>/metrics.jsonl     one line per optimizer step
-    <folder>/audit/*.jsonl     what was trained, for the audit at the end
+    <folder>/audit/*.jsonl     what was trained, for the audit at the end, and what was published, for replay
+    <folder>/fork.json         where a forked run came from
     <folder>/redis/            data of the embedded Redis
     <folder>/objects/          versions, checkpoints and batch log, unless objects.url says otherwise
     <folder>/model/            the trained Hugging Face model
@@ -69,6 +70,10 @@ class RunFolder:
     @property
     def trained(self) -> Path:
         return self.path / "audit" / "trainer.jsonl"
+
+    @property
+    def fork(self) -> Path:
+        return self.path / "fork.json"
 
     @property
     def redis(self) -> Path:
@@ -161,7 +166,8 @@ def lock(run: config.RunFile) -> tuple[RunFolder, RunLock]:
     """Create or reopen the folder of a run and lock it. Raises ConfigError when it is not ours or cannot be written."""
     folder = RunFolder(run.folder)
     with _writing(folder):
-        if folder.path.exists() and any(folder.path.iterdir()) and not folder.run_file.exists() and not folder.lock.exists():
+        if folder.path.exists() and any(folder.path.iterdir()) and not any(
+                (folder.run_file.exists(), folder.lock.exists(), folder.fork.exists())):
             raise ConfigError(f"run.folder = {folder.path} has files that are not of a run: choose an empty or a new folder")
         folder.path.mkdir(parents=True, exist_ok=True)
         return folder, RunLock.take(folder)
