@@ -60,10 +60,13 @@ chaos: $(VENV)/.demo  ## kill, stop and cut everything of a run for ten minutes 
 	$(BIN)/python -m benchmarks.chaos --minutes 10 --seed 1 --schedule pinned --json benchmarks/results/chaos-pinned.json
 	$(BIN)/python -m benchmarks.chaos --minutes 10 --seed 1 --schedule free --json benchmarks/results/chaos-free.json
 
+chaos-short: $(VENV)/.demo  ## the same for two minutes, pinned: nightly
+	$(BIN)/python -m benchmarks.chaos --minutes 2 --seed 1 --schedule pinned
+
 clean:  ## remove the environment, caches and runs
 	rm -rf $(VENV) runs .pytest_cache .ruff_cache .hypothesis *.egg-info build
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-.PHONY: demo test test-deps test-fast test-planted lint protos docs bench chaos clean help
+.PHONY: demo test test-deps test-fast test-planted lint protos docs bench chaos chaos-short clean help

@@ -44,18 +44,18 @@ from benchmarks.faults.edges import counted, exempt
 from benchmarks.faults.injector import STALL_S, Injector, Stalled
 from benchmarks.faults.plants import PLANTS
 from benchmarks.faults.proxy import Proxy
-from benchmarks.faults.schedule import KILLS, LINK_FAULTS, LINKS, PROCESSES, link_faults, process_faults
+from benchmarks.faults.schedule import KILLS, LINK_FAULTS, LINKS, PROCESSES, ROUNDS_PER_MINUTE, link_faults, process_faults
 from benchmarks.faults.victims import ROOT, Run
 from benchmarks.record import publish
 from slipstream.config import RunFile, parse
 
 BATCHES, PASSAGES, FULL_MINUTES = 60, 3, 10.0
-STEPS_PER_MINUTE = 60  # the pace of a disturbed run stays below
+STEPS_PER_MINUTE = 120  # a disturbed run, which is paced, stays below
 PACE_S = 0.8
 LEASE_S = 2.0
 FIRST_STEP_S = 120.0
 PINNED = {"max_lag": 1, "max_attempts": 1000}  # a sample that is given up would change the batch
-FREE = {"max_lag": 2, "max_attempts": 3, "group_timeout_s": 4 * LEASE_S}
+FREE = {"max_lag": 2, "max_attempts": 3, "group_timeout_s": 2.5 * LEASE_S}
 
 
 def run_file(site: Path, name: str, arguments: argparse.Namespace, disturbed: Path) -> dict[str, Any]:
@@ -75,7 +75,8 @@ def run_file(site: Path, name: str, arguments: argparse.Namespace, disturbed: Pa
         "schedule": {"mode": arguments.schedule, "groups_per_batch": 4, "group_size": 4, **(PINNED if pinned else FREE)},
         "trainer": {"learning_rate": 1e-3, "checkpoint_every": 5},
         "rollout": {
-            "workers": 2, "slots": 10, "context": 16, "max_new_tokens": 6, "lease_s": LEASE_S, "heartbeat_s": LEASE_S / 4},
+            "workers": arguments.workers, "slots": 10, "context": 16, "max_new_tokens": 6, "lease_s": LEASE_S,
+            "heartbeat_s": LEASE_S / 4},
         "reward": {"lease_s": LEASE_S},
         "buffer": {"durability": "always"},
         "service": {"audit": True, "stall_s": 60},
@@ -125,7 +126,8 @@ async def chaos(arguments: argparse.Namespace, site: Site, say: Any) -> tuple[Ou
             await first_step(run)
             say(f"the run trains; faults for {arguments.minutes:g} minutes")
             await injector.disturb(
-                arguments.minutes * 60, process_faults(arguments.seed, LEASE_S), link_faults(arguments.seed))
+                arguments.minutes * 60, process_faults(arguments.seed, LEASE_S, arguments.rounds),
+                link_faults(arguments.seed))
             disturbed.unlink()
             say("left in peace until it finishes")
             if code := await injector.rest():
@@ -136,7 +138,9 @@ async def chaos(arguments: argparse.Namespace, site: Site, say: Any) -> tuple[Ou
             disturbed.unlink(missing_ok=True)
             await run.end()
     outcome = await judged(parse(settings), site, complaints)
-    if arguments.schedule == "pinned":
+    if not outcome.judgement.clean:
+        say("lost or repeated samples: there is nothing to compare the weights with")
+    elif arguments.schedule == "pinned":
         await undisturbed(arguments, site, disturbed, outcome, say)
     else:
         await replayed(site, outcome, say)
@@ -205,7 +209,7 @@ async def command(module: str, *arguments: str) -> tuple[int, str]:
 def too_little(arguments: argparse.Namespace, outcome: Outcome, injector: Injector) -> list[str]:
     """What a run of these minutes should have been put through, and was not."""
     share = min(1.0, arguments.minutes / FULL_MINUTES)
-    kills, batches, passages = math.ceil(KILLS * share), math.ceil(BATCHES * share), int(PASSAGES * share)
+    kills, batches, passages = int(KILLS * share), math.ceil(BATCHES * share), int(PASSAGES * share)
     missing = [f"only {injector.kills(p)} kills of {p}, {kills} are needed" for p in PROCESSES if injector.kills(p) < kills]
     if outcome.judgement.batches < batches:
         missing.append(f"only {outcome.judgement.batches} batches, {batches} are needed")
@@ -254,6 +258,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--schedule", choices=["pinned", "free"], default="pinned")
     parser.add_argument("--steps", type=int, default=0, help="optimizer steps; default: more than fit into the minutes")
+    parser.add_argument("--rounds", type=float, default=ROUNDS_PER_MINUTE, help="of faults, a minute; see faults/schedule.py")
+    parser.add_argument("--workers", type=int, default=2, help="rollout workers")
     parser.add_argument("--plant", choices=PLANTS, default="", help="plant a fault, to see the audit fail")
     parser.add_argument("--folder", default="", help="evidence is left there; default runs/chaos-<schedule>-<seed>")
     parser.add_argument("--json", default="")

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 PROCESSES = ("trainer", "rollout", "reward", "buffer", "supervisor", "redis")
 LINKS = ("trainer", "rollout", "reward", "redis")  # whose connections lead through a proxy
 LINK_FAULTS = ("reset", "lost reply", "delay")
-STOPS = 3  # of the six, in each round
 LINK_GAP_S = 2.5
 KILLS = 15  # of each process, in ten minutes
-ROUNDS_PER_MINUTE = 1.8
+ROUNDS_PER_MINUTE = 1.8  # each kills and stops every process once
 
 
 @dataclass(frozen=True)
@@ -26,24 +25,20 @@ class Fault:
     seconds: float = 0.0
 
 
-def process_faults(seed: int, lease_s: float) -> Iterator[Fault]:
-    """Endless rounds: in each, every process is killed once and some are stopped, in random order.
+def process_faults(seed: int, lease_s: float, rounds_per_minute: float) -> Iterator[Fault]:
+    """Endless rounds: in each, every process is killed once and stopped once, in random order.
 
     A stop is short, or longer than a lease: then its owner comes back as a zombie.
     """
     chance = random.Random(f"processes {seed}")
-    stopped: list[str] = []
-    mean_s = 60 / ROUNDS_PER_MINUTE / (len(PROCESSES) + STOPS)
+    deck = [(action, target) for action in ("kill", "stop") for target in PROCESSES]
+    mean_s = 60 / rounds_per_minute / len(deck)
     while True:
-        deck = [("kill", target) for target in PROCESSES]
-        if len(stopped) < STOPS:
-            stopped = chance.sample(PROCESSES, len(PROCESSES))
-        deck += [("stop", stopped.pop()) for _ in range(STOPS)]
         chance.shuffle(deck)
         for action, target in deck:
-            long = chance.random() < 0.4
-            seconds = chance.uniform(1.3, 2.5) * lease_s if long else chance.uniform(0.3, 1.2)
-            yield Fault(action, target, min(chance.expovariate(1 / mean_s), 3 * mean_s), seconds if action == "stop" else 0.0)
+            after_s = min(chance.expovariate(1 / mean_s), 3 * mean_s)
+            seconds = chance.uniform(0.3, 1.2) if chance.random() < 0.5 else chance.uniform(1.3, 4.0) * lease_s
+            yield Fault(action, target, after_s, seconds if action == "stop" else 0.0)
 
 
 def link_faults(seed: int) -> Iterator[Fault]:
