@@ -90,7 +90,7 @@ class MemoryBatches:
         return [(d, batch - 1 - state.groups[d]["p"], 0) for d in live], None
 
     def _choose(self, batch: int) -> tuple[list[tuple[int, int, int]], Waiting | None]:
-        """The first B complete groups in draw order, unless an unfinished one would miss its bound by that."""
+        """The B complete groups with the oldest tokens, in draw order, unless another one would miss its bound by that."""
         state, rules = self.state, self.rules
         chosen: list[tuple[int, int, int]] = []  # draw, lag, mask below
         for draw in sorted(state.ready):
@@ -103,16 +103,30 @@ class MemoryBatches:
                 chosen.append((draw, lag, least))
             else:
                 state.drop(draw, "lag")
+        chosen.sort(key=lambda c: (-c[1], c[0]))
         unfinished = state.unfinished()
         if len(chosen) < rules.groups_per_batch:
             missing = max(0, rules.groups_per_batch - len(chosen) - len(unfinished))
             return [], self._batch_waiting("unfinished", batch, unfinished, missing, rules.groups_per_batch - len(chosen))
+        last = {d: batch + rules.max_lag - lag for d, lag, _ in chosen[rules.groups_per_batch:]}  # batch that may take it
         for draw in unfinished:
-            group = state.groups[draw]
-            oldest = state.oldest_granted(group)
-            if rules.over_lag[group["e"]] == "wait" and oldest is not None and batch - oldest == rules.max_lag + 1:
-                return [], self._batch_waiting("oldest", batch, [draw], 0)
-        return chosen[:rules.groups_per_batch], None
+            if (oldest := state.oldest_granted(state.groups[draw])) is not None:
+                last[draw] = oldest + rules.max_lag + 1
+        last = {d: k for d, k in last.items() if k >= batch and rules.over_lag[state.groups[d]["e"]] == "wait"}
+        if (late := self._too_late(batch, last, unfinished)) is not None:
+            return [], late
+        return sorted(chosen[:rules.groups_per_batch]), None
+
+    def _too_late(self, batch: int, last: Mapping[int, int], unfinished: Sequence[int]) -> Waiting | None:
+        """Groups that this batch leaves behind need room in a batch that may still take them: in the next n batches, n * B.
+        When too many would be left, wait for the first of them that is unfinished."""
+        for end in range(batch, batch + self.rules.max_lag + 1):
+            left = [d for d, k in last.items() if k <= end]
+            late = [d for d in unfinished if last.get(d, end + 1) <= end]
+            if late and len(left) > (end - batch) * self.rules.groups_per_batch:
+                waiting = self._batch_waiting("oldest", batch, late[:1], 0)
+                return Waiting(waiting.why, {**waiting.facts, "last": end, "left": len(left)})
+        return None
 
     def _batch_waiting(self, why: str, batch: int, unfinished: Sequence[int], missing: int, count: int = 0) -> Waiting:
         facts: dict[str, Any] = {

@@ -37,6 +37,8 @@ def batch_sentence(waiting: Waiting) -> str:
     """Why a batch is not numbered. Example: "batch 7: 3 of 64 groups unfinished, oldest draw 401 leased by rollout-1"."""
     facts = waiting.facts
     if waiting.why == "oldest":
+        if (last := facts["last"]) > facts["batch"]:
+            return f"batch {facts['batch']}: {_holder(facts)}, one of {facts['left']} groups that batches to {last} must take"
         return f"batch {facts['batch']}: {_holder(facts)} would exceed max_lag if it missed this batch"
     undrawn = f", {facts['undrawn']} of them not drawn" if facts["undrawn"] else ""
     oldest = f", oldest {_holder(facts)}" if "draw" in facts else ""

@@ -58,20 +58,37 @@ local function choose()
       drop(d, 'lag')
     end
   end
+  table.sort(chosen, function(a, b) return a[2] > b[2] or (a[2] == b[2] and a[1] < b[1]) end)
   if #chosen < per_batch then
     local unfinished = unfinished_draws()
     local missing = max(0, per_batch - #chosen - #unfinished)
     return nil, 'unfinished', facts_of(unfinished, missing, per_batch - #chosen)
   end
-  local unfinished = unfinished_draws()
+  local unfinished, last, late = unfinished_draws(), {}, {}  -- last: a batch that may take a group that this one leaves behind
   preload(unfinished)
+  local function leave(d, k, open)
+    if k < batch or rules.over_lag[groups[d].e] ~= 'wait' then return end
+    last[#last + 1] = k
+    if open then late[#late + 1] = {d, k} end
+  end
+  for n = per_batch + 1, #chosen do leave(chosen[n][1], batch + rules.max_lag - chosen[n][2], false) end
   for _, d in ipairs(unfinished) do
-    local oldest = rules.over_lag[groups[d].e] == 'wait' and oldest_granted(groups[d])
-    -- too old from the next batch on, not yet in this one: it must be in this one
-    if oldest and batch - oldest == rules.max_lag + 1 then return nil, 'oldest', facts_of({d}, 0) end
+    local oldest = oldest_granted(groups[d])
+    if oldest then leave(d, oldest + rules.max_lag + 1, true) end
+  end
+  for k = batch, batch + rules.max_lag do
+    local left, first = 0, nil
+    for _, other in ipairs(last) do if other <= k then left = left + 1 end end
+    for _, pair in ipairs(late) do if pair[2] <= k then first = first or pair[1] end end
+    if first and left > (k - batch) * per_batch then
+      local waits = facts_of({first}, 0)
+      waits.last = k; waits.left = left
+      return nil, 'oldest', waits
+    end
   end
   local first = {}
   for n = 1, per_batch do first[n] = chosen[n] end
+  table.sort(first, function(a, b) return a[1] < b[1] end)
   return first
 end
 
