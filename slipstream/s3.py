@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import aiohttp
 from aiobotocore.config import AioConfig
+from aiobotocore.httpsession import AIOHTTPSession
 from aiobotocore.session import get_session
 from botocore.exceptions import ClientError, HTTPClientError, NoCredentialsError, PartialCredentialsError
 from botocore.exceptions import ConnectionError as NoConnection
@@ -37,11 +38,29 @@ async def open_s3(bucket: str, prefix: str, endpoint: str, region: str) -> Async
     config = AioConfig(
         # botocore's default CRC32 costs upload speed and is refused by some stores; manifests carry their own checksums.
         request_checksum_calculation="when_required", response_checksum_validation="when_required",
-        retries={"total_max_attempts": 1}, connect_timeout=10, read_timeout=60, max_pool_connections=32,
+        retries={"total_max_attempts": 1}, http_session_cls=_OneTry,
+        connect_timeout=10, read_timeout=60, max_pool_connections=32,
         s3={"addressing_style": "path"} if endpoint else {})
     session = get_session()
     async with session.create_client("s3", region_name=region, endpoint_url=endpoint or None, config=config) as client:
         yield S3Store(client, bucket, prefix)
+
+
+class _OneTry(AIOHTTPSession):
+    """HTTP sessions that send a request once.
+
+    aiohttp sends GET, PUT and DELETE a second time, silently, when the connection breaks before the reply. The repetition of a
+    conditional write that took effect is answered 412, and nothing would tell it from somebody else's win. There is no public
+    switch (aio-libs/aiohttp#10790).
+    """
+
+    async def _get_session(self, proxy_url: Any) -> aiohttp.ClientSession:
+        session = await super()._get_session(proxy_url)
+        if not hasattr(session, "_retry_connection"):
+            raise ConfigError(
+                f"aiohttp {aiohttp.__version__} may repeat writes to S3 and has no known switch for it: install 3.11 to 3.14")
+        session._retry_connection = False
+        return session
 
 
 class _Refused(Exception):
@@ -153,14 +172,27 @@ class S3Store:
             async with asyncio.TaskGroup() as group:
                 sent = [group.create_task(send(n, chunk)) for n, chunk in enumerate(_chunks(parts), 1)]
             listed = {"Parts": [task.result() for task in sent]}
-            reply = await self._call(
-                key, lambda: self._client.complete_multipart_upload(**at, MultipartUpload=listed, **condition))
-            return reply["ETag"]
+            return await self._complete(key, at, listed, condition, parts)
         except BaseException as error:
             await self._abort_upload(key, at)
             if isinstance(error, ExceptionGroup):
                 raise error.exceptions[0] from None
             raise
+
+    async def _complete(
+        self, key: str, at: dict[str, str], listed: dict[str, Any], condition: dict[str, str], parts: list[Piece],
+    ) -> str:
+        """The upload becomes the object. When it is gone, an earlier try may have completed it: then these bytes are there."""
+        try:
+            reply = await self._call(
+                key, lambda: self._client.complete_multipart_upload(**at, MultipartUpload=listed, **condition))
+            return reply["ETag"]
+        except NotFound:
+            if (tag := await self._is(key, parts)) is not None:
+                return tag
+            if "IfMatch" in condition:
+                raise  # the object that was to be replaced is gone
+            raise Unavailable(f"{self.url}/{key}: the upload vanished before it was complete", "NO_UPLOAD", key=key) from None
 
     async def _abort_upload(self, key: str, at: dict[str, str]) -> None:
         """Free the parts. A failure leaves them to the bucket's lifecycle rule for incomplete uploads."""

@@ -1,13 +1,17 @@
-"""The object store's contract, asked of both stores: files, and S3 (a moto server). It says what callers may rely on."""
+"""The object store's contract, asked of every store: files, and S3 on good and bad days. It says what callers may rely on."""
 
 import asyncio
 import os
+import zlib
 
 import pytest
-from s3_server import open_bucket, s3_server
+from s3_faults import fault_proxy, seeded
+from s3_server import ministack_server, open_bucket, s3_server
 
 from slipstream.errors import ConfigError, Conflict, InvalidInput, NotFound, OutOfRange
 from slipstream.objects import FileStore, open_store, probe_conditions
+
+STORES = ("file", "s3", pytest.param("faulty", marks=pytest.mark.slow), pytest.param("ministack", marks=pytest.mark.slow))
 
 
 @pytest.fixture(scope="module")
@@ -16,13 +20,26 @@ def endpoint():
         yield url
 
 
-@pytest.fixture(params=["file", "s3"])
+@pytest.fixture(scope="module")
+def second_opinion(tmp_path_factory):
+    with ministack_server(tmp_path_factory.mktemp("ministack")) as url:
+        yield url
+
+
+@pytest.fixture(params=STORES)
 async def store(request, tmp_path):
+    """Files; S3 as moto and as ministack understand it; and moto behind a network that fails three requests in ten."""
     if request.param == "file":
         async with open_store(f"file://{tmp_path}/objects") as store:
             yield store
+    elif request.param == "faulty":
+        seed = zlib.crc32(request.node.name.encode())
+        async with fault_proxy(request.getfixturevalue("endpoint"), seed) as proxy, open_bucket(proxy.url) as store:
+            proxy.plan = seeded(seed, 0.3)
+            yield store
     else:
-        async with open_bucket(request.getfixturevalue("endpoint")) as store:
+        server = {"s3": "endpoint", "ministack": "second_opinion"}[request.param]
+        async with open_bucket(request.getfixturevalue(server)) as store:
             yield store
 
 
@@ -41,12 +58,13 @@ async def test_several_buffers_are_written_one_after_the_other(store):
     assert await store.get("joined") == b"head-tail"
 
 
-async def test_a_large_object_survives_the_trip(store):
-    """Above 16 MB S3 takes parts; the bytes are the same, and so is the condition."""
-    data = os.urandom(1 << 20) * 20 + b"end"
-    await store.put("large", [data[: 5 << 20], data[5 << 20 :]])
+async def test_a_large_object_survives_the_trip(store, monkeypatch):
+    """Above PART_BYTES S3 takes parts; the bytes are the same, and so is the condition."""
+    monkeypatch.setattr("slipstream.s3.PART_BYTES", part := 5 << 20)
+    data = os.urandom(1 << 20) * 6 + b"end"
+    await store.put("large", [data[: 1 << 20], data[1 << 20 :]])
     assert await store.get("large") == data
-    assert await store.get("large", (16 << 20) - 3, 6) == data[(16 << 20) - 3 : (16 << 20) + 3]
+    assert await store.get("large", part - 3, 6) == data[part - 3 : part + 3]
     assert await store.put_if_absent("large", data) is False
     assert await store.put_if_absent("large-2", data) is True
 

@@ -6,10 +6,10 @@ import os
 import sys
 
 import pytest
-from botocore.exceptions import ClientError, EndpointConnectionError
+from s3_faults import FaultProxy, fault_proxy, scripted
 from s3_server import open_bucket, s3_server
 
-from slipstream.errors import Conflict, Exhausted, Unavailable
+from slipstream.errors import ConfigError, Conflict, Exhausted, Unavailable
 from slipstream.objects import FileStore
 from slipstream.s3 import TRIES, S3Store
 
@@ -75,35 +75,6 @@ async def test_a_full_disk_is_said_and_leaves_the_old_object(tmp_path, monkeypat
     assert [path.name for path in tmp_path.iterdir()] == ["object"]
 
 
-class Faults:
-    """A client that misbehaves: before or after really doing what was asked, one fault per call while there are any."""
-
-    def __init__(self, client, *faults):
-        self._client, self.faults, self.calls = client, list(faults), 0
-
-    def __getattr__(self, name):
-        real = getattr(self._client, name)
-
-        async def method(**arguments):
-            self.calls += 1
-            when, error = self.faults.pop(0) if self.faults else ("never", None)
-            if when == "before":
-                raise error
-            reply = await real(**arguments)
-            if when == "after":
-                raise error
-            return error(reply) if when == "reply" else reply
-
-        return method
-
-
-def http(code, status):
-    return ClientError({"Error": {"Code": code, "Message": ""}, "ResponseMetadata": {"HTTPStatusCode": status}}, "Put")  # pyright: ignore
-
-
-SLOW, LOST = http("SlowDown", 503), EndpointConnectionError(endpoint_url="http://s3")
-
-
 @pytest.fixture(scope="module")
 def endpoint():
     with s3_server() as url:
@@ -112,52 +83,52 @@ def endpoint():
 
 @pytest.fixture
 async def faulty(endpoint):
-    """A store whose next calls fail as told; its pauses take no time."""
-    async def no_pause(seconds):
-        await asyncio.sleep(0)
-
-    async with open_bucket(endpoint) as store:
-        client = Faults(store._client)
-        yield S3Store(client, store._bucket, "some/prefix", sleep=no_pause), client
+    """A store whose next requests suffer what `proxy.plan` says; its pauses take no time."""
+    async with fault_proxy(endpoint) as proxy, open_bucket(proxy.url) as store:
+        proxy.requests.clear()
+        yield store, proxy
 
 
 async def test_a_busy_store_is_asked_again(faulty):
-    """503 twice, a refused connection, then fine: four requests, no error."""
-    store, client = faulty
-    client.faults = [("before", SLOW), ("before", SLOW), ("before", LOST)]
+    """503 twice, a reset connection, then fine: four requests, no error."""
+    store, proxy = faulty
+    proxy.plan = scripted("busy", "busy", "reset")
     await store.put("object", b"x")
-    assert client.calls == 4
+    assert proxy.requests["PUT"] == 4
     assert await store.get("object") == b"x"
 
 
-async def test_a_store_that_stays_away_is_unavailable(faulty):
+@pytest.mark.parametrize("fault, says", [("busy", "SlowDown"), ("reset", "Connection"), ("halved", "broke off|Payload")])
+async def test_a_store_that_stays_away_is_unavailable(faulty, fault, says):
     """Retries are bounded; the error names the store and what it said."""
-    store, client = faulty
-    client.faults = [("before", SLOW)] * 50
-    with pytest.raises(Unavailable, match="SlowDown"):
+    store, proxy = faulty
+    await store.put("object", b"0123456789")
+    proxy.plan = scripted(*[fault] * 50)
+    with pytest.raises(Unavailable, match=says):
         await store.get("object")
-    assert client.calls == TRIES
+    assert proxy.requests["GET"] == TRIES
 
 
 async def test_a_lost_reply_does_not_lose_the_win(faulty):
-    """The write arrived, the reply did not, the retry is told 412: the store is asked whose bytes are there."""
-    store, client = faulty
-    client.faults = [("after", LOST)]
+    """The write arrived, the reply did not, the repetition is told 412: the store is asked whose bytes are there."""
+    store, proxy = faulty
+    proxy.plan = scripted("lost")
     assert await store.put_if_absent("pointer", b"mine") is True
     tag = (await store.get_tagged("pointer"))[1]
-    client.faults = [("after", LOST)]
+    proxy.plan = scripted("lost", "busy")
     new = await store.replace("pointer", b"mine too", tag)
     assert await store.get_tagged("pointer") == (b"mine too", new)
+    assert proxy.injected["lost", "PUT"] == 2
 
 
 async def test_a_lost_reply_does_not_claim_anothers_win(faulty):
     """The same 412, but other bytes are there: somebody else won."""
-    store, client = faulty
+    store, proxy = faulty
     tag = await store.replace("pointer", b"theirs", None)
-    client.faults = [("before", LOST)]
+    proxy.plan = scripted("reset")
     assert await store.put_if_absent("pointer", b"mine") is False
     newer = await store.replace("pointer", b"theirs again", tag)
-    client.faults = [("before", LOST)]
+    proxy.plan = scripted("reset")
     with pytest.raises(Conflict):
         await store.replace("pointer", b"mine", tag)
     assert await store.get_tagged("pointer") == (b"theirs again", newer)
@@ -165,42 +136,84 @@ async def test_a_lost_reply_does_not_claim_anothers_win(faulty):
 
 async def test_a_conditional_write_in_progress_is_tried_again(faulty):
     """S3's 409 ConditionalRequestConflict says neither yes nor no."""
-    store, client = faulty
-    client.faults = [("before", http("ConditionalRequestConflict", 409))]
+    store, proxy = faulty
+    proxy.plan = scripted("pending")
     assert await store.put_if_absent("pointer", b"mine") is True
 
 
 async def test_a_reply_that_breaks_off_is_read_again(faulty):
     """Fewer bytes than announced never pass for the object."""
-    store, client = faulty
+    store, proxy = faulty
     await store.put("object", b"0123456789")
-
-    def longer(reply):
-        return {**reply, "ContentLength": reply["ContentLength"] + 5}
-
-    client.faults = [("reply", longer)]
+    proxy.plan = scripted("halved", "slow")
     assert await store.get("object") == b"0123456789"
+    assert proxy.requests["GET"] == 2
 
 
-async def test_a_large_upload_that_fails_leaves_nothing(faulty):
+@pytest.fixture
+def small_parts(monkeypatch):
+    """What is above 5 MB goes up in parts: S3's smallest."""
+    monkeypatch.setattr("slipstream.s3.PART_BYTES", 5 << 20)
+
+
+async def test_a_large_upload_that_fails_leaves_nothing(faulty, small_parts):
     """A part that cannot be sent: Unavailable, no object, the upload is aborted."""
-    store, client = faulty
-    client.faults = [("never", None), *([("before", SLOW)] * (2 * TRIES))]
+    store, proxy = faulty
+    proxy.plan = lambda request: "busy" if "partNumber" in request.target else ""
     with pytest.raises(Unavailable):
-        await store.put("large", b"x" * (20 << 20))
-    client.faults = []
+        await store.put("large", b"x" * (6 << 20))
+    proxy.plan = scripted()
     assert await store.list("") == []
-    uploads = await client.list_multipart_uploads(Bucket=store._bucket)
+    uploads = await store._client.list_multipart_uploads(Bucket=store._bucket)
     assert not uploads.get("Uploads")
 
 
-async def test_more_than_a_page_of_keys_is_listed_whole(faulty):
+@pytest.mark.parametrize("then", ["", "gone"])
+async def test_the_lost_reply_of_a_large_upload(faulty, small_parts, then):
+    """The upload was completed, the reply got lost, and the repetition is told 200, 412 or 404: the object says whose it is."""
+    store, proxy = faulty
+    mine, others = b"m" * (6 << 20), b"o" * (6 << 20)
+
+    def completing(*faults):
+        left = list(faults)
+        return lambda request: left.pop(0) if left and request.method == "POST" and "uploadId" in request.target else ""
+
+    proxy.plan = completing("lost", then)
+    assert await store.put_if_absent("large", mine) is True
+    proxy.plan = completing("lost", then)
+    await store.put("large", others)
+    assert proxy.injected["lost", "POST"] == 2
+    assert await store.get("large") == others
+    proxy.plan = completing("reset")
+    assert await store.put_if_absent("large", mine) is False
+    proxy.plan = completing("gone")
+    with pytest.raises(Unavailable, match="large"):
+        await store.put("large", mine)
+    assert await store.get("large") == others
+
+
+@pytest.mark.parametrize("ignored", [b"if-none-match", b"if-match"])
+async def test_the_probe_names_a_store_that_ignores_conditions(endpoint, ignored):
+    """Many look-alikes take If-None-Match and If-Match and heed neither. Two trainers would both win: refused at start."""
+    class Deaf(FaultProxy):
+        async def _ask(self, head: bytes, body: bytes) -> bytes:
+            lines = (line for line in head.split(b"\r\n") if not line.lower().startswith(ignored))
+            return await super()._ask(b"\r\n".join(lines), body)
+
+    async with fault_proxy(endpoint, kind=Deaf) as proxy, open_bucket(proxy.url) as store:
+        with pytest.raises(ConfigError, match="ignores conditional writes.*use a store that honours them"):
+            await store.probe()
+
+
+async def test_more_than_a_page_of_keys_is_listed_whole():
     """S3 answers a thousand keys at most; the pages are joined."""
-    store, client = faulty
-    pages = [
-        {"Contents": [{"Key": f"some/prefix/{n:04d}"} for n in range(1000)], "IsTruncated": True, "NextContinuationToken": "t"},
-        {"Contents": [{"Key": f"some/prefix/{n:04d}"} for n in range(1000, 1500)], "IsTruncated": False},
-    ]
-    client.faults = [("reply", lambda reply, page=page: page) for page in pages]
-    assert await store.list("") == [f"{n:04d}" for n in range(1500)]
-    assert client.calls == 2
+    class Pages:
+        """A client that has two."""
+
+        async def list_objects_v2(self, ContinuationToken="", **_):
+            first, last = (1000, 1500) if ContinuationToken else (0, 1000)
+            return {
+                "Contents": [{"Key": f"some/prefix/{n:04d}"} for n in range(first, last)],
+                "IsTruncated": not ContinuationToken, "NextContinuationToken": "t"}
+
+    assert await S3Store(Pages(), "bucket", "some/prefix").list("") == [f"{n:04d}" for n in range(1500)]
