@@ -12,22 +12,19 @@ import argparse
 import sys
 from pathlib import Path
 
-import numpy as np
+import torch
 
 from services.trainer.learner import Learner
-from services.trainer.packing import Microbatch
 from slipstream import config
 from slipstream.errors import ConfigError
 
 
 def prove_forward(learner: Learner, run: config.RunFile) -> None:
     """Run the model on two tokens. Raises ConfigError when its configuration lets it be built but not be used."""
-    nothing = np.zeros(1)
-    two_tokens = Microbatch(
-        np.zeros((1, 2), np.int64), np.array([1]), np.zeros(1, np.int64), nothing.astype(np.float32),
-        nothing.astype(np.float32), nothing.astype(np.int64))
+    model = learner.model
     try:
-        learner.forward(two_tokens)
+        with torch.no_grad():
+            model(input_ids=torch.zeros((1, 2), dtype=torch.int64, device=model.device), use_cache=False)
     except Exception as error:  # whatever a model raises
         place = f"model.path = {run.model.path}" if run.model.build is None else "model.build.config"
         raise ConfigError(

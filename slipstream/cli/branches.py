@@ -29,16 +29,19 @@ def replay(run: str, to: int | None) -> int:
 
 
 def fork(place: str, name: str, overrides: Sequence[str]) -> int:
-    """Make a run `name` that starts where RUN stood after step K. Raises ConfigError when the name or a setting cannot be."""
+    """Make a run `name`, beside RUN, that starts where RUN stood after step K.
+
+    Raises ConfigError when the name or a setting cannot be.
+    """
     run, at, step = place.rpartition("@")
     if not at or not step.isdigit():
         raise ConfigError(f"{place!r} is not of the form RUN@K, such as sort-digits@40")
     origin, settings = run_folder.find(run)
+    folder = origin.path.parent / name
     data = settings.model_dump(mode="json")
-    data["run"] |= {"name": name, "folder": ""}
+    data["run"] |= {"name": name, "folder": "" if folder == Path("runs", name).resolve() else str(folder)}
     data["service"]["buffer_address"] = ""
-    new = config.parse(data)
-    folder = new.folder
+    config.parse(data)  # the name may be none
     if folder.exists():
         raise ConfigError(f"{folder} exists: choose another name, or delete it")
     folder.mkdir(parents=True)

@@ -28,10 +28,13 @@ def status(run: str, as_json: bool) -> int:
     if as_json:
         print(json.dumps({
             "run": snapshot.run, "folder": str(folder.path), "alive": alive, "state": snapshot.state,
+            "stall": snapshot.stall, "forked_from": run_folder.read_json(folder.fork),
             "step": snapshot.metrics.step, "steps": snapshot.steps, "metrics": snapshot.metrics.last, "events": snapshot.events,
             "services": [dataclasses.asdict(s) for s in snapshot.services]}, indent=1))
     else:
         console.print(line(snapshot), markup=False, highlight=False, soft_wrap=True)
+        if snapshot.stall:
+            console.print(f"stalled: {snapshot.stall}", style="bold red", markup=False, highlight=False, soft_wrap=True)
         if alive:
             console.print(services_table(snapshot))
         else:

@@ -60,8 +60,9 @@ async def _run(run_file: RunFile, folder: RunFolder, lock: run_folder.RunLock, o
     async def inspect() -> None:
         balances.extend(await ask_balance(folder, resolved))
 
+    survey = Survey(folder)
     supervisor = Supervisor(resolved, folder, lock, environment=environment, prefix=options.prefix, limits=options.limits,
-                            inspect=inspect)
+                            inspect=inspect, ask=survey.ask_all)
     console = Console()
     watcher = Watcher(folder, resolved, console)
     _on_signals(supervisor)
@@ -71,6 +72,7 @@ async def _run(run_file: RunFile, folder: RunFolder, lock: run_folder.RunLock, o
     finally:
         watcher.done.set()
         await asyncio.wait({showing}, timeout=10.0)
+        await survey.close()
     return report(resolved, folder, ending, audit(folder.trained, balances[-1] if balances else None), options.started)
 
 

@@ -21,13 +21,15 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.cli import embedded_redis, guard
 from slipstream.cli.processes import CONFIGURATION_ERROR, FENCED, Command, Death, Limits, Process
 from slipstream.cli.run_folder import RunFolder, RunLock, write_json
+from slipstream.cli.stall import LOOK_S, StallWatch
+from slipstream.cli.survey import ServiceStatus
 from slipstream.config import RunFile
 from slipstream.errors import SlipstreamError
 
@@ -48,12 +50,15 @@ class Supervisor:
 
     def __init__(self, run: RunFile, folder: RunFolder, lock: RunLock, *, environment: dict[str, str], prefix: str = "services",
                  limits: Limits | None = None, tell: Callable[[str], None] = lambda event: None,
-                 inspect: Callable[[], Awaitable[None]] | None = None) -> None:
+                 inspect: Callable[[], Awaitable[None]] | None = None,
+                 ask: Callable[[], Awaitable[Sequence[ServiceStatus]]] | None = None) -> None:
         self.run_file, self.folder, self.limits = run, folder, limits or Limits()
         self.events: deque[tuple[float, str]] = deque(maxlen=50)
         self.state = "starting"
         self.started_unix = time.time()
         self._prefix, self._lock, self._environment, self._tell, self._inspect = prefix, lock, environment, tell, inspect
+        self._ask = ask  # what every process says of itself
+        self._stalls = StallWatch(time.monotonic, run.service.stall_s, run.service.give_up_s)
         self._stopping = asyncio.Event()
         self._killing = asyncio.Event()
         self._ending: Ending | None = None
@@ -96,9 +101,14 @@ class Supervisor:
                     break
                 keepers.append(asyncio.create_task(self._keep(process), name=f"keep {process.instance}"))
             self._change("running")
-            watch = asyncio.create_task(self._watch_keepers(keepers), name="watch keepers")
+            if not self.run_file.rollout.workers:
+                self.say("rollout.workers = 0: no sample is generated until a worker connects to the buffer at "
+                         f"{self.run_file.service.buffer_address} (python -m services.rollout)")
+            watch = [asyncio.create_task(self._watch_keepers(keepers), name="watch keepers"),
+                     asyncio.create_task(self._watch_progress(), name="watch progress")]
             await self._stopping.wait()
-            watch.cancel()
+            for task in watch:
+                task.cancel()
             await self._stop(keepers)
         finally:
             for process in self.processes:
@@ -220,6 +230,21 @@ class Supervisor:
             except Exception as error:
                 self._end(Ending("failed", f"the supervisor failed: {type(error).__name__}: {error}", 1))
 
+    async def _watch_progress(self) -> None:
+        """Say when the run does not get on; end it when that lasts. Never raises: nobody would hear."""
+        stalls = self._stalls
+        while self._ask is not None:
+            await asyncio.sleep(min(LOOK_S, self.run_file.service.stall_s / 4))
+            with contextlib.suppress(SlipstreamError, OSError):
+                event, shown = stalls.look(await self._ask()), stalls.stall
+                if event:
+                    self.say(event)
+                elif shown is not None:
+                    self._change()
+            if stalls.over:
+                self._end(Ending("failed", stalls.over, 1))
+                return
+
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def _end(self, ending: Ending) -> None:
@@ -297,5 +322,6 @@ class Supervisor:
             "run": self.run_file.run.name, "pid": os.getpid(), "state": self.state, "started_unix": self.started_unix,
             "processes": {p.instance: {"service": p.service, "pid": p.pid, "state": p.state, "restarts": p.restarts}
                           for p in self.processes},
+            "stall": str(self._stalls.stall) if self._stalls.stall else "",
             "events": [{"time_unix": at, "event": event} for at, event in self.events],
         })

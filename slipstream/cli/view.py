@@ -30,6 +30,7 @@ class Snapshot:
     steps: int
     metrics: Metrics
     state: str = "starting"
+    stall: str = ""  # why the run does not get on; "" when it does
     elapsed_s: float = 0.0
     max_lag: int = 0
     target_reward: float | None = None
@@ -74,7 +75,8 @@ def waits_line(snapshot: Snapshot) -> str:
 
 def _title(snapshot: Snapshot) -> Text:
     text = Text.assemble(("slipstream ", "bold"), (snapshot.run, "bold cyan"), "  ", (snapshot.state, "italic"))
-    return text.append(f"  {duration(snapshot.elapsed_s)}", "dim")
+    text.append(f"  {duration(snapshot.elapsed_s)}", "dim")
+    return text.append(f"\nstalled: {snapshot.stall}", "bold red") if snapshot.stall else text
 
 
 def _progress(snapshot: Snapshot, width: int) -> Table:

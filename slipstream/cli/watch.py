@@ -48,6 +48,7 @@ class Watcher:
             self._services = await survey.ask_all()
         return Snapshot(
             run=self.run.run.name, steps=self.run.run.steps, metrics=self.metrics, state=state.get("state", "not started"),
+            stall=state.get("stall", ""),
             elapsed_s=max(0.0, time.time() - state.get("started_unix", time.time())), max_lag=self.run.schedule.max_lag,
             target_reward=self.run.run.target_reward, services=self._services,
             events=[(e["time_unix"], e["event"]) for e in state.get("events", [])])

@@ -44,7 +44,7 @@ class Driven:
         self.run_file = folder.parent / "run.toml"
         self.process: subprocess.Popen[str] | None = None
 
-    def write(self, script: dict[str, list[dict[str, Any]]] | None = None, steps: int = 100) -> None:
+    def write(self, script: dict[str, list[dict[str, Any]]] | None = None, steps: int = 100, more: str = "") -> None:
         """The run file and the script of its services."""
         self.path.mkdir(exist_ok=True)
         (self.path / "lock").touch()
@@ -54,6 +54,7 @@ class Driven:
             model.build = {{ model_type = "qwen3_moe" }}
             environments = [{{ name = "sort", entry = "slipstream.environments.sort_digits:SortDigits" }}]
             buffer.durability = "memory"
+            {more}
         """.replace("            ", ""))
 
     def start(self, **limits: Any) -> None:
@@ -273,3 +274,24 @@ def test_same_settings_resume_others_are_refused(driven: Driven) -> None:
     driven.start()
     code, output = driven.end()
     assert code == 2 and "run.steps was 100 and is 7" in output and "--fresh" in output
+
+
+def test_a_run_that_does_not_get_on_ends_with_what_it_waited_for(driven: Driven) -> None:
+    """Every process lives, none gets on: said after stall_s, in the state file, too, and after give_up_s an error."""
+    driven.write(more="service = { stall_s = 0.5, give_up_s = 1.5 }")
+    driven.start()
+    code, output = driven.end()
+    assert code == 1
+    assert "given up: no progress for" in output.splitlines()[-1]
+    assert "waiting for the buffer, which is silent; reward-0 is silent; rollout-0 is silent; trainer-0 is silent" in output
+    assert output.count(" stalled: no progress for ") == 1
+    assert (read_json(driven.folder.state) or {})["stall"].startswith("no progress for")
+    assert len(driven.happened("end")) == 4, "drained in order"
+
+
+def test_a_run_without_workers_says_so_at_once(driven: Driven) -> None:
+    """rollout.workers = 0 is for workers that come from elsewhere: one event says where they have to connect."""
+    driven.write({"trainer-0": [{"exit": 0, "after_s": 0.3}]}, more="rollout.workers = 0")
+    driven.start()
+    code, output = driven.end()
+    assert code == 0 and "rollout.workers = 0: no sample is generated until a worker connects to the buffer at 127." in output
