@@ -30,12 +30,12 @@ class Snapshot:
     steps: int
     metrics: Metrics
     state: str = "starting"
-    stall: str = ""  # why the run does not get on; "" when it does
     elapsed_s: float = 0.0
     max_lag: int = 0
     target_reward: float | None = None
     services: Sequence[ServiceStatus] = ()
     events: Sequence[tuple[float, str]] = field(default_factory=tuple)
+    stall: str = ""  # why the run does not get on; "" when it does
 
     def figure(self, service: str, name: str) -> float | None:
         """A figure that the processes of this service tell, summed over them; None when none does."""
