@@ -39,7 +39,7 @@ for _, line in ipairs(cjson.decode(ARGV[1])) do
   local reply = redis.pcall(unpack(line))
   if type(reply) == 'table' and reply.err then denied[#denied + 1] = line[1] .. ': ' .. reply.err end
 end
-cmsgpack.unpack(cmsgpack.pack({1}))
+struct.unpack('<I4', struct.pack('<I4', 1))
 return denied
 """
 

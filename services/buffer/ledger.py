@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 from slipstream.config import RunFile
 from slipstream.errors import ConfigError, Fenced, InvalidInput, NotFound, OutOfRange
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True, slots=True)

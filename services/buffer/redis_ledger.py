@@ -6,6 +6,7 @@ Redis 7.0 commands only, so that Valkey, Redis and the managed services all do. 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 import redis.asyncio as aioredis
 from redis import exceptions
 
+from services.buffer import rows
 from services.buffer.connection import connect, verify
 from services.buffer.cursor import TaskCursor
 from services.buffer.ledger import (
@@ -67,16 +69,18 @@ class RedisLedger:
         self._cursor = TaskCursor(self.rules.seed, self.rules.weights, tasks)
         await self._run("open", {"schema": SCHEMA, "shape": shape_of(self.rules)})
 
-    async def _run(self, name: str, request: Any, blob: bytes = b"") -> tuple[Any, list[bytes]]:
+    async def _run(
+            self, name: str, request: Any, leases: Sequence[Lease] = (), items: bytes = b"", blobs: Sequence[bytes] = (),
+    ) -> tuple[Any, bytes, list[bytes]]:
         scripts = self._scripts
         if scripts.lost_connection and name not in ("open", "grace"):
             await self.grace()  # before anything can expire
         started = time.perf_counter()
-        result, topics, blobs = await scripts.run(name, request, blob, self._now_ms())
+        result, topics, answer, bodies = await scripts.run(name, request, rows.leases(leases), items, blobs, self._now_ms())
         self._observe(name, time.perf_counter() - started)
         if topics:
             self.on_change(topics)
-        return result, blobs
+        return result, answer, bodies
 
     # --- hop 1 and 2
 
@@ -86,13 +90,13 @@ class RedisLedger:
         while True:
             wanted = -(-(count - len(grants)) // self.rules.group_size)
             await self._propose(wanted)
-            result, partials = await self._run("grant_samples", {
+            result, granted, partials = await self._run("grant_samples", {
                 "worker": worker, "count": count - len(grants), "loaded": loaded, "start": self._start,
                 "tasks": self._proposals[:wanted + 8]})
-            rows, bodies, epoch = result["grants"] or (), iter(partials), result["epoch"]
-            grants += [
-                Grant(Lease(d, i, a, epoch), e, x, n, least, pinned, next(bodies) if partial else b"")
-                for d, i, a, e, x, n, least, pinned, partial in rows]
+            groups, epoch, bodies = result["groups"], result["epoch"], dict(zip(result["partials"], partials, strict=True))
+            for n, (place, i, attempt) in enumerate(rows.grants(granted), 1):
+                d, e, x, size, least, pinned = groups[place]
+                grants.append(Grant(Lease(d, i, attempt, epoch), e, x, size, least, pinned, bodies.get(n, b"")))
             del self._proposals[:max(0, result["next_draw"] - self._start)]
             self._start = max(self._start, result["next_draw"])
             if not result["stale"]:
@@ -121,70 +125,74 @@ class RedisLedger:
         return await self._extend("leases", "a", -1, leases)
 
     async def _extend(self, queue: str, field: str, ms: int, leases: Sequence[Lease]) -> list[Outcome]:
-        result, _ = await self._run("extend", {"queue": queue, "field": field, "ms": ms, "leases": leases})
-        return [_OUTCOMES[o] for o in result]
+        request = {"queue": queue, "field": field, "ms": ms}
+        return self._outcomes(len(leases), await self._run("extend", request, leases))
+
+    def _outcomes(self, count: int, answer: tuple[Any, bytes, list[bytes]]) -> list[Outcome]:
+        """Accepted, but for those that the script named."""
+        outcomes = [Outcome.ACCEPTED] * count
+        for position, outcome in answer[0]:
+            outcomes[position - 1] = _OUTCOMES[outcome]
+        return outcomes
 
     async def submit_samples(self, submits: Sequence[Submit]) -> list[Outcome]:
         """Store finished samples: one script, one fsync, for the whole list."""
-        items = [
-            (s.crc32c, s.tokens, s.generated_tokens, s.steps, len(s.body), len(s.transcript), len(s.score), s.failure)
-            for s in submits]
-        blob = b"".join(part for s in submits for part in (s.body, s.transcript, s.score))
-        result, _ = await self._run("submit_samples", {"leases": [s.lease for s in submits], "items": items}, blob)
-        return [_OUTCOMES[o] for o in result]
+        blobs = [part for s in submits for part in (s.body, s.score or s.transcript)]
+        leases = [s.lease for s in submits]
+        return self._outcomes(len(submits), await self._run("submit_samples", {}, leases, rows.submits(submits), blobs))
 
     async def submit_partials(self, partials: Sequence[Partial]) -> list[Outcome]:
-        items = [(len(p.body), p.steps, int(p.release)) for p in partials]
-        request = {"leases": [p.lease for p in partials], "items": items}
-        result, _ = await self._run("submit_partials", request, b"".join(p.body for p in partials))
-        return [_OUTCOMES[o] for o in result]
+        leases, blobs = [p.lease for p in partials], [p.body for p in partials]
+        return self._outcomes(len(partials), await self._run("submit_partials", {}, leases, rows.partials(partials), blobs))
 
     # --- hop 3
 
     async def grant_scoring(self, worker: str, count: int) -> list[ScoringGrant]:
         """Expired scoring leases first, then the unscored in order of arrival."""
-        result, transcripts = await self._run("grant_scoring", {"worker": worker, "count": count})
-        rows: list[Any] = result["grants"] or []
-        return [
-            ScoringGrant(Lease(d, i, a, result["epoch"]), e, x, transcript)
-            for (d, i, a, e, x), transcript in zip(rows, transcripts, strict=True)]
+        result, granted, transcripts = await self._run("grant_scoring", {"worker": worker, "count": count})
+        groups, epoch, grants = result["groups"], result["epoch"], []
+        for (place, i, attempt), transcript in zip(rows.grants(granted), transcripts, strict=True):
+            d, e, x = groups[place]
+            grants.append(ScoringGrant(Lease(d, i, attempt, epoch), e, x, transcript))
+        return grants
 
     async def heartbeat_scoring(self, leases: Sequence[Lease]) -> list[Outcome]:
         return await self._extend("scoring", "sa", self.rules.scoring_lease_ms, leases)
 
     async def submit_scores(self, scores: Sequence[Scored]) -> list[Outcome]:
-        request = {"leases": [s.lease for s in scores], "sizes": [len(s.score) for s in scores]}
-        result, _ = await self._run("submit_scores", request, b"".join(s.score for s in scores))
-        return [_OUTCOMES[o] for o in result]
+        leases, blobs = [s.lease for s in scores], [s.score for s in scores]
+        return self._outcomes(len(scores), await self._run("submit_scores", {}, leases, b"", blobs))
 
     # --- hop 4 and 6
 
     async def take_incarnation(self, above: int, checkpoint_batch: int) -> Incarnation:
         """A new fencing number. Batches that the checkpoint covers are committed; published_step falls back to it."""
-        result, _ = await self._run("take_incarnation", {"above": above, "checkpoint": checkpoint_batch})
+        result, _, _ = await self._run("take_incarnation", {"above": above, "checkpoint": checkpoint_batch})
         return Incarnation(*result)
 
     async def number_batch(self, incarnation: int, batch: int) -> Numbering:
         """Fix the composition of batch k, or say why it has to wait. OutOfRange unless committed < k <= numbered + 1."""
-        r, _ = await self._run("number_batch", {"incarnation": incarnation, "batch": batch})
+        r, _, _ = await self._run("number_batch", {"incarnation": incarnation, "batch": batch})
         waiting = Waiting(r["why"], r["facts"]) if "why" in r else None
         return Numbering(r["numbered"], waiting, r.get("full", False), r.get("finished", False))
 
     async def read_batch(self, batch: int) -> Composition:
         """The composition with its bodies. OutOfRange unless numbered and uncommitted."""
-        result, blobs = await self._run("read_batch", {"batch": batch})
-        record, count = result["composition"], result["members"]
-        chosen: list[Any] = record["g"] or []
-        groups = [json.loads(blob) for blob in blobs[:len(chosen)]]
-        parts = zip(blobs[len(chosen):len(chosen) + count], blobs[len(chosen) + count:], strict=True)
-        batched = [_batched(row, group, parts) for row, group in zip(chosen, groups, strict=True)]
-        drops = [(d, r) for d, r in record["d"] or []]
-        return Composition(batch, result["epoch"], record["q"], batched, drops)
+        result, packed, blobs = await self._run("read_batch", {"batch": batch})
+        count = len(blobs) // 2
+        parts = zip(rows.members(packed), blobs[:count], blobs[count:], strict=True)
+        groups = []
+        for d, e, x, n, lag, mask, size in result["groups"]:
+            members = [
+                Member(i, body, crc, score, oldest, newest, tokens, generated)
+                for (i, crc, tokens, generated, oldest, newest), body, score in itertools.islice(parts, size)]
+            groups.append(BatchedGroup(d, e, x, n, lag, mask, members))
+        return Composition(batch, result["epoch"], result["sequence"], groups, [(d, r) for d, r in result["drops"]])
 
     async def commit(self, incarnation: int, through_batch: int) -> int:
         """Close the rows of all batches up to k and free their bodies. Idempotent."""
         while True:
-            committed, _ = await self._run("commit", {"incarnation": incarnation, "through": through_batch, "most": 2})
+            committed, _, _ = await self._run("commit", {"incarnation": incarnation, "through": through_batch, "most": 2})
             if committed >= through_batch:
                 return committed
 
@@ -199,12 +207,12 @@ class RedisLedger:
 
     async def reserve_version(self, incarnation: int, step: int) -> int:
         """A publication number above all earlier ones."""
-        result, _ = await self._run("reserve_version", {"incarnation": incarnation, "step": step})
+        result, _, _ = await self._run("reserve_version", {"incarnation": incarnation, "step": step})
         return result
 
     async def publish_version(self, version: Version) -> list[Version]:
         """Make a reserved version known; returns what may be deleted, each in two answers, so that a lost one is harmless."""
-        result, _ = await self._run("publish_version", {
+        result, _, _ = await self._run("publish_version", {
             "number": version.number, "step": version.step, "incarnation": version.incarnation,
             "key": version.manifest_key, "crc": version.manifest_crc32c})
         return [Version(*row) for row in result or ()]
@@ -215,7 +223,7 @@ class RedisLedger:
 
     async def versions(self) -> list[Version]:
         """Versions that may be loaded, newest first."""
-        result, _ = await self._run("list_versions", {})
+        result, _, _ = await self._run("list_versions", {})
         return [Version(*row) for row in result or ()]
 
     # --- upkeep
@@ -241,7 +249,7 @@ class RedisLedger:
 
     async def holders(self) -> Holders:
         """The balance and who holds leases. Its cost grows with leases and open groups: for people, not for every second."""
-        r, _ = await self._run("holders", {})
+        r, _, _ = await self._run("holders", {})
         meta = {name: int(value) for name, value in r["meta"].items()}
         return Holders(balance_of({**meta, "ready": r["ready"]}, self.rules), int(r["low"]), r["sample"], r["scoring"])
 
@@ -271,13 +279,3 @@ class RedisLedger:
                 yield pipe
             except (exceptions.RedisError, OSError) as error:
                 raise await self._scripts.failed(error) from error
-
-
-def _batched(row: Sequence[int], group: Mapping[str, Any], parts: Any) -> BatchedGroup:
-    members = []
-    for index, sample in enumerate(group["s"]):
-        if sample["st"] == "scored":
-            body, score = next(parts)
-            steps = [step for step, _ in sample["sp"]]
-            members.append(Member(index, body, sample["c"], score, min(steps), max(steps), sample["tok"], sample["gen"]))
-    return BatchedGroup(row[0], group["e"], group["x"], group["n"], row[1], row[2], members)

@@ -43,7 +43,7 @@ class Fault:
 FAULTS = (
     Fault(
         1, "an expired lease is never granted again", "verl#7155",
-        f"{_SCRIPTS}/grant_samples.lua", "grant_queue('leases', 'leases', string.format('%.0f', due()))", "",
+        f"{_SCRIPTS}/grant_samples.lua", "grant_queue('leases', due())", "",
         f"{_SAMPLES}::test_expiry_voids_nothing_until_somebody_else_is_granted[valkey-9]", "again, = [g for g in await grant",
         fast=True),
     Fault(
@@ -56,7 +56,7 @@ FAULTS = (
         f"{_SAMPLES}::test_a_group_over_its_deadline_is_dropped_by_name[valkey-9]", "{'timeout': 4}"),
     Fault(
         3, "a failed sample keeps its lease", "AReaL#588",
-        f"{_SCRIPTS}/submit_samples.lua", "    fail(lease[1], lease[2], sample, item[8])\n", "",
+        f"{_SCRIPTS}/submit_samples.lua", "      fail(d, i, sample, failure)\n", "",
         f"{_SAMPLES}::test_failed_samples_make_a_group_short_or_drop_it[valkey-9]", '.groups["short"] == 1'),
     Fault(
         3, "a malformed sample keeps its lease", "AReaL#588",
@@ -111,8 +111,8 @@ FAULTS = (
         f"{_BATCHES}::test_bytes_bound_the_draws_and_ask_for_a_checkpoint[valkey-9]", 'refused.waiting.why == "bytes"'),
     Fault(
         10, "a repeated submit leaves an orphan", "AReaL#1498",
-        f"{_SCRIPTS}/submit_samples.lua", "    outcomes[n] = sample.c == item[1] and 'accepted' or 'conflict'\n",
-        "    add('bytes', item[5])\n    outcomes[n] = 'accepted'\n",
+        f"{_SCRIPTS}/submit_samples.lua", "outcome = checksum(sample.info) == checksum(info) and 'accepted' or 'conflict'",
+        "add('bytes', #ARGV[4 + 2 * n])",
         f"{_SAMPLES}::test_one_body_per_sample[valkey-9]", "Outcome.CONFLICT"),
     Fault(
         11, "a batch that is asked for again is composed again", "SkyRL#2035",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,8 @@ class Pair:
             except SlipstreamError as error:
                 answers.append((type(error), error.reason, error.metadata))
         assert answers[1] == answers[0], f"{method}{args}: model {answers[0]}, Redis {answers[1]}"
-        assert _plain(await contents(self.client, self.real)) == _plain(self.model.state.contents()), f"after {method}{args}"
+        real, model = await contents(self.client, self.real), comparable(dict(self.model.state.contents()))
+        assert _plain(real) == _plain(model), f"after {method}{args}"
         balance = await self.real.balance()
         balance.check(self.rules.group_size)
         for part in ("meta", "samples", "groups", "dropped"):
@@ -70,7 +72,85 @@ class Pair:
         return answers[0]
 
 
-UNPACK = "return cjson.encode(cmsgpack.unpack(ARGV[1]))"
+class Reader:
+    """Reads what a script packed: the layouts GROUP and FORMS of ledger.lua."""
+
+    def __init__(self, raw: bytes) -> None:
+        self.raw, self.position = raw, 0
+
+    def values(self, form: str) -> tuple[Any, ...]:
+        self.position += struct.calcsize("<" + form)
+        return struct.unpack_from("<" + form, self.raw, self.position - struct.calcsize("<" + form))
+
+    def data(self, length: str = "I") -> bytes:
+        """With a length in front."""
+        size = self.values(length)[0]
+        self.position += size
+        return self.raw[self.position - size:self.position]
+
+    def state(self) -> str:
+        """Up to a zero byte."""
+        start, self.position = self.position, self.raw.index(b"\0", self.position) + 1
+        return self.raw[start:self.position - 1].decode()
+
+
+def unpack_group(raw: bytes) -> dict[str, Any]:
+    """A packed group in the model's shape; what is nothing is left out."""
+    reader = Reader(raw)
+    group: dict[str, Any] = {"e": reader.data().decode()}
+    group.update(zip("xntmp", reader.values("QHQQq"), strict=True), st=reader.state())
+    group["k"], reserved, group["held"] = reader.values("QIQ")
+    reader.data("H")  # its entry of `ready`
+    group["s"] = [_unpack_sample(reader, reserved) for _ in range(group["n"])]
+    return group
+
+
+def _unpack_sample(reader: Reader, reserved: int) -> dict[str, Any]:
+    sample: dict[str, Any] = {"st": reader.state()}
+    sample["a"], sample["sa"] = reader.values("HH")
+    holder, part, info, scorer, why = (reader.data() for _ in range(5))
+    sample.update(w=holder[8:].decode(), sw=scorer.decode(), why=why.decode())
+    if holder:
+        sample["g"] = _pairs(holder[:8])[0]
+    if part:
+        sample.update(lp=struct.unpack("<I", part[:4])[0], pp=_pairs(part[4:]))
+    if info:
+        sample.update(zip(("c", "tok", "gen", "lb", "lt"), struct.unpack("<5I", info[:20]), strict=True), sp=_pairs(info[20:]))
+    if sample["st"] in ("open", "leased", "partial"):
+        sample["r"] = reserved
+    return sample
+
+
+def _pairs(data: bytes) -> list[list[int]]:
+    return [list(pair) for pair in struct.iter_unpack("<II", data)]
+
+
+HOLDS = {
+    "lb": ("unscored", "scoring", "scored"), "lt": ("unscored", "scoring"), "ls": ("scored",), "lp": ("leased", "partial")}
+
+
+def same_form(groups: dict[int, dict[str, Any]], scores: dict[Any, bytes]) -> dict[int, dict[str, Any]]:
+    """Groups as both ledgers can tell them: no fields that are nothing, sizes only of what a sample in its state can hold."""
+    out = {}
+    for draw, group in groups.items():
+        samples = []
+        for index, sample in enumerate(group["s"]):
+            sample = {**sample, "ls": len(scores.get((draw, index), b""))}
+            for part, states in HOLDS.items():
+                if sample["st"] not in states:
+                    sample.pop(part, None)
+            samples.append({k: v for k, v in sample.items() if v})
+        held = sum(s.get(part, 0) for s in samples for part in HOLDS)
+        assert group.get("held", held) == held, f"{group}: holds {held} bytes"
+        out[draw] = {**group, "s": samples, "held": held}
+    return out
+
+
+def comparable(state: dict[str, Any]) -> dict[str, Any]:
+    """Contents in a common form. Entries of `unscored` name samples that may be gone or granted: only the others count."""
+    groups = state["groups"] = same_form(state["groups"], state["scores"])
+    state["unscored"] = [(d, i) for d, i in state["unscored"] if d in groups and groups[d]["s"][i]["st"] == "unscored"]
+    return state
 
 
 async def contents(client: Any, ledger: RedisLedger) -> dict[str, Any]:
@@ -89,13 +169,12 @@ async def contents(client: Any, ledger: RedisLedger) -> dict[str, Any]:
         raw = dict(zip(NAMES, await pipe.execute(), strict=True))
     meta = {k.decode(): v.decode() for k, v in raw["meta"].items()}
     lineage = json.loads(meta.pop("lineage", "[]"))
-    groups = {int(d): json.loads(await client.eval(UNPACK, 0, g)) for d, g in raw["groups"].items()}
-    for group in groups.values():
-        group.pop("rid", None)
+    groups = {int(d): unpack_group(g) for d, g in raw["groups"].items()}
     out: dict[str, Any] = {
         "meta": {k: int(v) for k, v in meta.items() if int(v)}, "lineage": lineage, "groups": groups,
         "open": sorted(_key(m) for m, _ in raw["open"]), "unfinished": [int(d) for d, _ in raw["unfinished"]],
-        "unscored": [_key(f[b"s"]) for _, f in raw["unscored"]], "ready": [int(f[b"draw"]) for _, f in raw["ready"]],
+        "unscored": [key for _, f in raw["unscored"] for key in struct.iter_unpack("<QI", f[b"s"])],
+        "ready": [int(f[b"draw"]) for _, f in raw["ready"]],
         "drops": [json.loads(d) for d in raw["drops"]],
         "versions": {int(n): json.loads(v) for n, v in raw["versions"].items()},
         "batches": {int(n): json.loads(v) for n, v in raw["batches"].items()},
@@ -107,7 +186,7 @@ async def contents(client: Any, ledger: RedisLedger) -> dict[str, Any]:
         out[name] = {_key(m): v for m, v in raw[name].items()}
     for name in ("events", "dead"):
         out[name] = [json.loads(f[b"line"]) for _, f in raw[name]]
-    return out
+    return comparable(out)
 
 
 def _key(member: bytes) -> tuple[int, int]:

@@ -39,20 +39,25 @@ class Scripts:
         self._texts: dict[str, tuple[str, str]] = {}
         self._fixed = _bulk(str(len(NAMES))) + b"".join(map(_bulk, self.keys.values()))
 
-    async def run(self, name: str, request: Any, blob: bytes = b"", now_ms: int = 0) -> tuple[Any, Sequence[str], list[bytes]]:
-        """Result, changed topics and blobs of a script. Raises its refusal, or Unavailable with a retry delay.
+    async def run(
+            self, name: str, request: Any, leases: bytes = b"", items: bytes = b"", blobs: Sequence[bytes] = (),
+            now_ms: int = 0) -> tuple[Any, Sequence[str], bytes, list[bytes]]:
+        """Result, changed topics, rows and blobs of a script. Raises its refusal, or Unavailable with a retry delay.
 
         Runs to its end even when the caller is cancelled: a reply left on a connection would be read by the next one.
         """
         text, sha = self._text(name)
-        arguments = b"".join((self._fixed, _bulk(str(now_ms)), self._rules, _bulk(json.dumps(request)), _bulk(blob)))
-        reply = await asyncio.shield(asyncio.ensure_future(self._call(text, sha, arguments)))
+        arguments = [self._fixed, _bulk(str(now_ms)), self._rules, _bulk(json.dumps(request)), _bulk(leases), _bulk(items)]
+        for blob in blobs:
+            arguments += (b"$%d\r\n" % len(blob), blob, b"\r\n")
+        command = len(NAMES) + 8 + len(blobs), b"".join(arguments)
+        reply = await asyncio.shield(asyncio.ensure_future(self._call(text, sha, command)))
         head = json.loads(reply[0])
         if "refused" in head:
             refuse(head["refused"], head["facts"])
-        return head["r"], head["w"] or (), reply[1:]
+        return head["r"], head["w"] or (), reply[1], reply[2:]
 
-    async def _call(self, text: str, sha: str, arguments: bytes) -> list[bytes]:
+    async def _call(self, text: str, sha: str, arguments: tuple[int, bytes]) -> list[bytes]:
         """The command is packed here: through the client's own packer, 26 arguments would cost more than the rest of a call."""
         try:
             connection: Any = await self.client.connection_pool.get_connection()
@@ -66,9 +71,9 @@ class Scripts:
         except Exception as error:
             raise await self.failed(error) from error
 
-    async def _exchange(self, connection: Any, command: bytes, script: str, arguments: bytes) -> list[bytes]:
-        count = 3 + len(NAMES) + 4
-        await connection.send_packed_command([b"*%d\r\n" % count + _bulk(command) + _bulk(script) + arguments])
+    async def _exchange(self, connection: Any, command: bytes, script: str, arguments: tuple[int, bytes]) -> list[bytes]:
+        count, packed = arguments
+        await connection.send_packed_command([b"*%d\r\n" % count + _bulk(command) + _bulk(script) + packed])
         return await connection.read_response()
 
     async def failed(self, error: Exception) -> SlipstreamError:

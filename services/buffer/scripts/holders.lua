@@ -1,18 +1,19 @@
 -- All counters, who holds leases, and the lowest draw that is neither committed nor dropped, at one moment. Changes nothing.
 local low = get('next_draw')
 for _, d in ipairs(call('HKEYS', K.groups)) do low = min(low, tonumber(d)) end
-local function count(queue, field)
-  local members, draws, held = call('ZRANGE', K[queue], 0, -1), {}, {}
-  for i, member in ipairs(members) do draws[i] = split(member) end
+local function count(queue, worker_of)
+  local names, draws, held = call('ZRANGE', K[queue], 0, -1), {}, {}
+  for n, name in ipairs(names) do draws[n] = split(name) end
   preload(draws)
-  for _, member in ipairs(members) do
-    local d, i = split(member)
-    local sample = group(d) and group(d).s[i + 1]
-    local worker = sample and sample[field] or '?'
+  for _, name in ipairs(names) do
+    local d, i = split(name)
+    local sample = group(d) and samples(group(d))[i + 1]
+    local worker = sample and worker_of(sample) or '?'
     held[worker] = (held[worker] or 0) + 1
   end
   return held
 end
 meta.lineage = nil
 return finish({
-  meta = meta, ready = call('XLEN', K.ready), low = low, sample = count('leases', 'w'), scoring = count('scoring', 'sw')})
+  meta = meta, ready = call('XLEN', K.ready), low = low, sample = count('leases', worker_of),
+  scoring = count('scoring', function(sample) return sample.scorer end)})

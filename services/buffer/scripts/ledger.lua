@@ -1,12 +1,14 @@
 -- What every script of the ledger shares; the Lua twin of memory_state.py, which documents the records.
--- ARGV: [1] the time in ms (0 = ask Redis, the only clock of production), [2] rules, [3] request (JSON), [4] blobs, joined.
--- Reply: {JSON {r = result, w = topics that changed}, blob, blob, ...}. SAMPLE_EDGES and GROUP_EDGES are put in front of this.
+-- ARGV: [1] the time in ms (0 = ask Redis, the only clock of production), [2] rules, [3] request (both JSON),
+-- [4] the leases that it is about (see `read_leases`), [5] what else is known of each, packed, [6] ... their blobs.
+-- Reply: {JSON {r = result, w = topics that changed}, packed rows, blob, blob, ...}.
+-- SAMPLE_EDGES and GROUP_EDGES are put in front of this. Layouts are those of rows.py.
 local NAMES = {'meta', 'groups', 'open', 'leases', 'scoring', 'bodies', 'transcripts', 'scores', 'partials', 'unscored', 'ready',
   'events', 'dead', 'drops', 'batches', 'versions', 'holds', 'unfinished', 'cursor'}
 local K = {}
 for i, name in ipairs(NAMES) do K[name] = KEYS[i] end
-local call, floor, max, min = redis.call, math.floor, math.max, math.min
-local rules, request, blob = cjson.decode(ARGV[2]), cjson.decode(ARGV[3]), ARGV[4]
+local call, floor, max, min, pack, unpacked = redis.call, math.floor, math.max, math.min, struct.pack, struct.unpack
+local rules, request = cjson.decode(ARGV[2]), cjson.decode(ARGV[3])
 local now = tonumber(ARGV[1])
 if now == 0 then
   local t = call('TIME')
@@ -15,15 +17,54 @@ end
 local TERMINAL = {scored = true, closed = true}
 
 -- counters
-local meta, meta_dirty = {}, {}
+local meta, stored = {}, {}  -- as they are now, as Redis has them
 local flat = call('HGETALL', K.meta)
-for i = 1, #flat, 2 do meta[flat[i]] = tonumber(flat[i + 1]) or flat[i + 1] end
+for i = 1, #flat, 2 do
+  local value = tonumber(flat[i + 1]) or flat[i + 1]
+  meta[flat[i]] = value
+  stored[flat[i]] = value
+end
 local function get(name) return meta[name] or 0 end
-local function set(name, value) meta[name] = value; meta_dirty[name] = true end
-local function add(name, delta) set(name, get(name) + delta) end
+local function set(name, value) meta[name] = value end
+local function add(name, delta) meta[name] = (meta[name] or 0) + delta end
 local lineage = meta.lineage and cjson.decode(meta.lineage) or {}
 
--- records, read once and written once; as MessagePack, which Redis packs four times as fast as JSON
+-- Records: read once, written once. A group is its own fields and then its samples, which stay packed until somebody looks.
+-- A sample: st state, a attempt, sa scoring attempt, holder = STEP from which its grant started, worker; part = size of a partial,
+-- its steps; info of the body = BODY, its steps; scorer = worker; why reason of closing. '' = none yet.
+local GROUP = '<I4c0I8I2I8I8i8sI8I4I8I2c0'
+local SAMPLE = '<sI2I2I4c0I4c0I4c0I4c0I4c0'
+local STEP = '<I4I4'  -- step, incarnation; `steps` are any number of them
+local BODY = '<I4I4I4I4I4'  -- crc, tokens, generated tokens, bytes of body and transcript: 20 bytes
+local function unpack_group(raw)
+  local e, x, n, t, m, p, st, k, r, b, rid, rest = unpacked(GROUP, raw)
+  return {e = e, x = x, n = n, t = t, m = m, p = p, st = st, k = k, r = r, b = b, rid = rid, raw = raw, rest = rest}
+end
+local function samples(g)
+  if g.s then return g.s end
+  local list, raw, position = {}, g.raw, g.rest
+  for i = 1, g.n do
+    local st, a, sa, holder, part, info, scorer, why, after = unpacked(SAMPLE, raw, position)
+    list[i] = {st = st, a = a, sa = sa, holder = holder, part = part, info = info, scorer = scorer, why = why}
+    position = after
+  end
+  g.s = list
+  return list
+end
+local function pack_group(g)
+  local parts = {pack(GROUP, #g.e, g.e, g.x, g.n, g.t, g.m, g.p, g.st, g.k, g.r, g.b, #g.rid, g.rid)}
+  if not g.s then return parts[1] .. string.sub(g.raw, g.rest) end
+  for i, s in ipairs(g.s) do
+    parts[i + 1] = pack(SAMPLE, s.st, s.a, s.sa, #s.holder, s.holder, #s.part, s.part, #s.info, s.info, #s.scorer, s.scorer,
+      #s.why, s.why)
+  end
+  return table.concat(parts)
+end
+local function new_group(e, x, n, least, pinned, reserved)
+  local list = {}
+  for i = 1, n do list[i] = {st = 'open', a = 0, sa = 0, holder = '', part = '', info = '', scorer = '', why = ''} end
+  return {e = e, x = x, n = n, t = now, m = least, p = pinned, st = 'open', k = 0, r = reserved, b = 0, rid = '', s = list}
+end
 local groups, groups_dirty = {}, {}
 local function preload(draws)
   local wanted, seen = {}, {}
@@ -33,7 +74,7 @@ local function preload(draws)
   for first = 1, #wanted, 1000 do
     local last = min(first + 999, #wanted)
     local raw = call('HMGET', K.groups, unpack(wanted, first, last))
-    for i = first, last do groups[wanted[i]] = raw[i - first + 1] and cmsgpack.unpack(raw[i - first + 1]) or false end
+    for i = first, last do groups[wanted[i]] = raw[i - first + 1] and unpack_group(raw[i - first + 1]) or false end
   end
 end
 local function group(d)
@@ -42,48 +83,101 @@ local function group(d)
 end
 local function touch(d) groups_dirty[d] = true end
 
+-- names of samples in Redis
+local digits, prefixes = {}, {}
+local function member(d, i)
+  local prefix, digit = prefixes[d], digits[i]
+  if not prefix then
+    prefix = string.format('%.0f:', d)
+    prefixes[d] = prefix
+  end
+  if not digit then
+    digit = tostring(i)
+    digits[i] = digit
+  end
+  return prefix .. digit
+end
+local function split(name)
+  local d, i = string.match(name, '(%d+):(%d+)')
+  return tonumber(d), tonumber(i)
+end
+local function rank(d, i) return string.format('%.0f', d * 65536 + i) end
+
+-- What is written together at the end: member -> value, or false to take it away; the last word counts.
+local hashes = {bodies = {}, transcripts = {}, scores = {}, partials = {}}
+local queues = {leases = {}, scoring = {}, open = {}}
+local arrived, wake = {}, {}
+local function put(name, key, value) hashes[name][key] = value end
+local function forget(name, key) hashes[name][key] = false end
+local function enqueue(name, key, score) queues[name][key] = score end
+local function dequeue(name, key) queues[name][key] = false end
+local MEMBER = '<I8I4'
+local function announce(d, i)  -- to those who score
+  arrived[#arrived + 1] = pack(MEMBER, d, i)
+  wake.unscored = true
+end
+
 local function flush(key, list, command)
   for first = 1, #list, 1000 do call(command, key, unpack(list, first, min(first + 999, #list))) end
 end
--- Values of hashes that are written together at the end: key name -> {field, value, ...}
-local writes = {bodies = {}, transcripts = {}, scores = {}, partials = {}}
-local deletes = {bodies = {}, transcripts = {}, scores = {}, partials = {}}
-local scores_of = {leases = {}, scoring = {}, open = {}}
-local removals = {leases = {}, scoring = {}, open = {}}
-local function put(name, member, value) local w = writes[name]; w[#w + 1] = member; w[#w + 1] = value end
-local function dequeue(name, member) local w = removals[name]; w[#w + 1] = member end
-local function forget(name, member) local w = deletes[name]; w[#w + 1] = member end
-local wake = {}
-
-local function finish(result, blobs)
-  for name, list in pairs(writes) do flush(K[name], list, 'HSET') end
-  for name, list in pairs(deletes) do flush(K[name], list, 'HDEL') end
-  for name, list in pairs(removals) do flush(K[name], list, 'ZREM') end
-  for name, list in pairs(scores_of) do flush(K[name], list, 'ZADD') end
+local function flush_table(key, entries, write, remove)
   local list, gone = {}, {}
-  for d in pairs(groups_dirty) do
-    if groups[d] then list[#list + 1] = d; list[#list + 1] = cmsgpack.pack(groups[d]) else gone[#gone + 1] = d end
+  for name, value in pairs(entries) do
+    if not value then
+      gone[#gone + 1] = name
+    else
+      list[#list + 1] = write == 'ZADD' and value or name
+      list[#list + 1] = write == 'ZADD' and name or value
+    end
   end
-  flush(K.groups, list, 'HSET')
-  flush(K.groups, gone, 'HDEL')
-  list = {}
-  for name in pairs(meta_dirty) do
-    list[#list + 1] = name
-    list[#list + 1] = type(meta[name]) == 'number' and string.format('%.0f', meta[name]) or meta[name]
+  flush(key, gone, remove)
+  flush(key, list, write)
+end
+local function save()
+  for name, entries in pairs(hashes) do flush_table(K[name], entries, 'HSET', 'HDEL') end
+  for name, entries in pairs(queues) do flush_table(K[name], entries, 'ZADD', 'ZREM') end
+  for first = 1, #arrived, 64 do  -- so that whoever scores a few does not read through thousands
+    call('XADD', K.unscored, '*', 's', table.concat(arrived, '', first, min(first + 63, #arrived)))
   end
-  flush(K.meta, list, 'HSET')
+  local records, counters = {}, {}
+  for d in pairs(groups_dirty) do records[d] = groups[d] and pack_group(groups[d]) end
+  flush_table(K.groups, records, 'HSET', 'HDEL')
+  for name, value in pairs(meta) do
+    if stored[name] ~= value then counters[name] = type(value) == 'number' and string.format('%.0f', value) or value end
+  end
+  flush_table(K.meta, counters, 'HSET', 'HDEL')
+end
+local function reply(result, rows, blobs)
   local topics = {}
   for topic in pairs(wake) do topics[#topics + 1] = topic end
-  local reply = {cjson.encode({r = result, w = topics})}
-  for _, b in ipairs(blobs or {}) do reply[#reply + 1] = b end
-  return reply
+  local answer = {cjson.encode({r = result, w = topics}), rows or ''}
+  for n, b in ipairs(blobs or {}) do answer[n + 2] = b end
+  return answer
 end
+local function finish(result, rows, blobs)
+  save()
+  return reply(result, rows, blobs)
+end
+local function exceptions(outcomes)  -- outcomes other than the usual one: {{position, outcome}, ...}
+  local list = {}
+  for n, outcome in ipairs(outcomes) do
+    if outcome ~= 'accepted' then list[#list + 1] = {n, outcome} end
+  end
+  return list
+end
+local function refuse(code, facts) return {cjson.encode({refused = code, facts = facts})} end
 
 -- the state machines
+local COUNTER = {}
+for state in pairs(SAMPLE_EDGES) do COUNTER[state] = 's:' .. state end
 local function move(sample, state)
-  if not SAMPLE_EDGES[sample.st][state] then error('a sample cannot go from ' .. sample.st .. ' to ' .. state) end
-  add('s:' .. sample.st, -1); add('s:' .. state, 1); add('sequence', 1)
-  if rules.edges then add('es:' .. sample.st .. '>' .. state, 1) end
+  local old = sample.st
+  if not SAMPLE_EDGES[old][state] then error('a sample cannot go from ' .. old .. ' to ' .. state) end
+  local from, to = COUNTER[old], COUNTER[state]
+  meta[from] = meta[from] - 1
+  meta[to] = (meta[to] or 0) + 1
+  meta.sequence = meta.sequence + 1
+  if rules.edges then add('es:' .. old .. '>' .. state, 1) end
   sample.st = state
 end
 local function move_group(g, state)
@@ -92,60 +186,52 @@ local function move_group(g, state)
   if rules.edges then add('eg:' .. g.st .. '>' .. state, 1) end
   g.st = state
 end
-local function hold(sample, field, size)
-  add('bytes', size - (sample[field] or 0))
-  sample[field] = size > 0 and size or nil
+local function hold(g, bytes)  -- so many more, or fewer
+  add('bytes', bytes)
+  g.b = g.b + bytes
 end
-local function unreserve(sample) add('reserved', -(sample.r or 0)); sample.r = nil end
-local function rank(d, i) return string.format('%.0f', d * 65536 + i) end
-local function enqueue(name, score, member)  -- ZADD at the end; a member that leaves in the same script is struck out by unqueue
-  local list = scores_of[name]
-  list[#list + 1] = score; list[#list + 1] = member
-end
-local function unqueue(name, member)
-  local list = scores_of[name]
-  for i = #list, 2, -2 do
-    if list[i] == member then table.remove(list, i); table.remove(list, i - 1) end
-  end
-  call('ZREM', K[name], member)
-end
-local function free_parts(member, sample)
-  for field, name in pairs({lb = 'bodies', lt = 'transcripts', ls = 'scores', lp = 'partials'}) do
-    if sample[field] then
-      local w = writes[name]
-      for i = #w - 1, 1, -2 do
-        if w[i] == member then table.remove(w, i); table.remove(w, i) end
-      end
-      forget(name, member)
-    end
-    hold(sample, field, 0)
-  end
-end
+local function partial_size(sample) return sample.part == '' and 0 or (unpacked('<I4', sample.part)) end
+local function steps_of(sample) return string.sub(sample.info, 21) end
+local function worker_of(sample) return string.sub(sample.holder, 9) end
+local RESERVED = {open = true, leased = true, partial = true}  -- a sample in these holds the estimate `r` and its partial
 local function log(name, line) call('XADD', K[name], '*', 'line', cjson.encode(line)) end
 
 local function close(d, i, sample, reason)
-  local member = d .. ':' .. i
-  unqueue('open', member); unqueue('leases', member); unqueue('scoring', member)
-  unreserve(sample)
-  free_parts(member, sample)
+  local name, g = member(d, i), group(d)
+  dequeue('open', name); dequeue('leases', name); dequeue('scoring', name)
+  forget('bodies', name); forget('transcripts', name); forget('partials', name)
+  if RESERVED[sample.st] then
+    add('reserved', -g.r)
+    hold(g, -partial_size(sample))
+  else
+    local _, _, _, body, transcript = unpacked(BODY, sample.info)
+    hold(g, -body - transcript)
+  end
   move(sample, 'closed')
   sample.why = reason
 end
-local function free(d)
-  local g = groups[d]
-  for i, sample in ipairs(g.s) do free_parts(d .. ':' .. (i - 1), sample) end
+local function free(d)  -- a group without unfinished samples: it has bodies and scores
+  local g = group(d)
+  for i = 0, g.n - 1 do
+    local name = member(d, i)
+    forget('bodies', name); forget('scores', name)
+  end
+  add('bytes', -g.b)
   groups[d] = false
   touch(d)
 end
 local function drop(d, reason)
   local g, tokens = group(d), 0
-  for i, sample in ipairs(g.s) do
+  for i, sample in ipairs(samples(g)) do
     if not TERMINAL[sample.st] then close(d, i - 1, sample, reason) end
-    tokens = tokens + (sample.gen or 0)
+    if sample.info ~= '' then
+      local _, _, generated = unpacked(BODY, sample.info)
+      tokens = tokens + generated
+    end
   end
   if g.st == 'open' then call('ZREM', K.unfinished, d) end
   move_group(g, 'dropped')
-  if g.rid then call('XDEL', K.ready, g.rid) end
+  if g.rid ~= '' then call('XDEL', K.ready, g.rid) end
   free(d)
   add('dropped', 1); add('x:' .. reason, 1)
   call('RPUSH', K.drops, cjson.encode({d, reason}))
@@ -153,39 +239,51 @@ local function drop(d, reason)
   wake.samples = true; wake.ready = true
 end
 local function settle(d)
-  local g, closed, scored = group(d), false, false
-  for _, sample in ipairs(g.s) do
+  local g, closed, steps, seen = group(d), false, {}, {}
+  for _, sample in ipairs(samples(g)) do
     if not TERMINAL[sample.st] then return end
-    if sample.st == 'closed' then closed = true else scored = true end
+    closed = closed or sample.st == 'closed'
   end
-  if not scored then return drop(d, 'failed') end
+  for _, sample in ipairs(g.s) do
+    local own = steps_of(sample)
+    if sample.st == 'scored' and not seen[own] then
+      seen[own] = true
+      steps[#steps + 1] = own
+    end
+  end
+  if #steps == 0 then return drop(d, 'failed') end
   move_group(g, closed and 'short' or 'complete')
   call('ZREM', K.unfinished, d)
-  g.rid = call('XADD', K.ready, '*', 'draw', d)
+  g.rid = call('XADD', K.ready, '*', 'draw', d, 'environment', g.e, 'steps', table.concat(steps))
   if rules.pinned or get('g:complete') + get('g:short') >= rules.groups_per_batch then wake.ready = true end
 end
-local function fail(d, i, sample, reason)
+local function fail(d, i, sample, reason)  -- settle(d) has to follow
   close(d, i, sample, 'failed')
   touch(d)
   log('dead', {draw = d, index = i, reason = reason})
-  settle(d)
 end
 
--- lookups. A lease is {draw, sample, attempt, epoch}.
-local function find(lease)
-  local g = lease[4] == get('epoch') and group(lease[1])
-  return g and g.s[lease[2] + 1] or nil
-end
-local function absent(lease)  -- outcome for a lease without a record
-  local epoch = get('epoch')
-  if lease[4] < epoch then return 'outdated' end
-  if lease[4] == epoch and lease[1] < get('next_draw') and not group(lease[1]) then return 'outdated' end
-  return 'unknown'
-end
-local function preload_leases(leases)
-  local draws = {}
-  for i, lease in ipairs(leases) do draws[i] = lease[1] end
+-- lookups
+local LEASES = '<I8I4I4I4I4'  -- draw, first sample, how many, attempt, epoch: leases that only their sample tells apart
+local function read_leases()  -- those that a request is about
+  local list, draws, rows, position = {}, {}, ARGV[4], 1
+  while position <= #rows do
+    local run = {unpacked(LEASES, rows, position)}
+    position = run[6]
+    list[#list + 1] = run
+    draws[#list] = run[1]
+  end
   preload(draws)
+  return list
+end
+local function find(d, i, epoch)
+  local g = epoch == meta.epoch and group(d)
+  return g and samples(g)[i + 1] or nil
+end
+local function absent(d, epoch)  -- outcome for a lease without a record
+  if epoch < meta.epoch then return 'outdated' end
+  if epoch == meta.epoch and d < get('next_draw') and not group(d) then return 'outdated' end
+  return 'unknown'
 end
 local function effective(step, incarnation)
   local fork
@@ -195,33 +293,24 @@ local function effective(step, incarnation)
   return (not fork or step <= fork) and step or 2 * fork - step
 end
 local function valid(v) return v.pub == 1 and v.del == 0 and effective(v.step, v.inc) == v.step end
-local function bounds(g)
+local function bounds(steps)
   local oldest, newest
-  for _, sample in ipairs(g.s) do
-    if sample.st == 'scored' then
-      for _, pair in ipairs(sample.sp) do
-        local step = effective(pair[1], pair[2])
-        oldest = min(oldest or step, step); newest = max(newest or step, step)
-      end
-    end
+  for position = 1, #steps, 8 do
+    local step = effective(unpacked(STEP, steps, position))
+    oldest = min(oldest or step, step); newest = max(newest or step, step)
   end
   return oldest, newest
 end
 local function oldest_granted(g)
-  local oldest
-  local function see(pair)
-    local step = effective(pair[1], pair[2])
-    oldest = min(oldest or step, step)
-  end
-  for _, sample in ipairs(g.s) do
+  local steps = {}
+  for _, sample in ipairs(samples(g)) do
     if sample.st == 'leased' or sample.st == 'partial' then
-      see(sample.g)
-      for _, pair in ipairs(sample.pp or {}) do see(pair) end
-    elseif sample.sp then
-      for _, pair in ipairs(sample.sp) do see(pair) end
+      steps[#steps + 1] = string.sub(sample.holder, 1, 8) .. string.sub(sample.part, 5)
+    elseif sample.st ~= 'closed' then
+      steps[#steps + 1] = steps_of(sample)
     end
   end
-  return oldest
+  return (bounds(table.concat(steps)))
 end
 local all_versions
 local function versions()
@@ -231,6 +320,30 @@ local function versions()
     for i = 1, #raw, 2 do all_versions[tonumber(raw[i])] = cjson.decode(raw[i + 1]) end
   end
   return all_versions
+end
+
+-- Grants as an answer: groups = what is told of each draw once, and packed runs {position in groups, first sample, how many,
+-- attempt} of what was granted one after the other.
+local grants = {groups = {}, runs = {}, places = {}, count = 0}
+local function list_grant(d, i, attempt, g, ...)
+  local place, run = grants.places[d], grants.runs[#grants.runs]
+  if not place then
+    place = #grants.groups + 1
+    grants.places[d] = place
+    grants.groups[place] = {d, g.e, g.x, ...}
+  end
+  if run and run[1] == place and run[2] + run[3] == i and run[4] == attempt then
+    run[3] = run[3] + 1
+  else
+    grants.runs[#grants.runs + 1] = {place, i, 1, attempt}
+  end
+  grants.count = grants.count + 1
+end
+local function granted() return grants.count end
+local function grant_rows()
+  local rows = {}
+  for n, run in ipairs(grants.runs) do rows[n] = pack('<I4I4I4I4', unpack(run)) end
+  return table.concat(rows)
 end
 
 -- budget
@@ -247,9 +360,4 @@ local function draw_refusal()
   local freeable = get('numbered') > get('committed') or get('g:open') > 0
   return needed > rules.quota_bytes and freeable and 'bytes' or nil
 end
-local function refuse(code, facts) return {cjson.encode({refused = code, facts = facts})} end
-local function due() return now >= get('grace') and now or 0 end
-local function split(member)
-  local d, i = string.match(member, '(%d+):(%d+)')
-  return tonumber(d), tonumber(i)
-end
+local function due() return string.format('%.0f', now >= get('grace') and now or 0) end

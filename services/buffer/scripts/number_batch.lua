@@ -9,10 +9,10 @@ if batch <= numbered then return finish({numbered = true}) end
 local function facts_of(unfinished, missing, count)
   local facts = {batch = batch, undrawn = missing, of = per_batch, unfinished = count or #unfinished + missing}
   if unfinished[1] then
-    for i, sample in ipairs(group(unfinished[1]).s) do
+    for i, sample in ipairs(samples(group(unfinished[1]))) do
       if not TERMINAL[sample.st] then
         facts.draw = unfinished[1]; facts.index = i - 1; facts.state = sample.st
-        facts.worker = sample.w or ''; facts.scorer = sample.sw or ''
+        facts.worker = worker_of(sample); facts.scorer = sample.scorer
         break
       end
     end
@@ -42,17 +42,20 @@ local function choose_pinned()
 end
 
 local function choose()
-  local draws, chosen = {}, {}
-  for n, entry in ipairs(call('XRANGE', K.ready, '-', '+')) do draws[n] = tonumber(entry[2][2]) end
-  table.sort(draws)
-  preload(draws)
+  local ready, chosen, environments = {}, {}, {}
+  for n, entry in ipairs(call('XRANGE', K.ready, '-', '+')) do  -- {id, {'draw', d, 'environment', e, 'steps', pairs}}
+    local d = tonumber(entry[2][2])
+    ready[n] = {d, entry[2][6]}
+    environments[d] = entry[2][4]
+  end
+  table.sort(ready, function(a, b) return a[1] < b[1] end)
   local least = max(0, batch - 1 - rules.max_lag)
-  for _, d in ipairs(draws) do
-    local oldest, newest = bounds(groups[d])
+  for _, pair in ipairs(ready) do
+    local d, oldest, newest = pair[1], bounds(pair[2])
     local lag = batch - 1 - oldest
     if lag <= rules.max_lag then
       chosen[#chosen + 1] = {d, lag, 0}
-    elseif rules.over_lag[groups[d].e] == 'mask' and newest >= least then
+    elseif rules.over_lag[environments[d]] == 'mask' and newest >= least then
       chosen[#chosen + 1] = {d, lag, least}
     else
       drop(d, 'lag')
@@ -66,8 +69,9 @@ local function choose()
   end
   local unfinished, last, late = unfinished_draws(), {}, {}  -- last: a batch that may take a group that this one leaves behind
   preload(unfinished)
+  for _, d in ipairs(unfinished) do environments[d] = groups[d].e end
   local function leave(d, k, open)
-    if k < batch or rules.over_lag[groups[d].e] ~= 'wait' then return end
+    if k < batch or rules.over_lag[environments[d]] ~= 'wait' then return end
     last[#last + 1] = k
     if open then late[#late + 1] = {d, k} end
   end
@@ -97,14 +101,18 @@ if rules.pinned then chosen, why, facts = choose_pinned() else chosen, why, fact
 if not chosen then
   return finish({numbered = false, why = why, facts = facts, full = draw_refusal() == 'bytes' and numbered > committed})
 end
-for _, c in ipairs(chosen) do
-  local g = groups[c[1]]
+local draws, read_ids = {}, {}
+for n, c in ipairs(chosen) do draws[n] = c[1] end
+preload(draws)
+for n, d in ipairs(draws) do
+  local g = groups[d]
   move_group(g, 'batched')
   g.k = batch
-  call('XDEL', K.ready, g.rid)
-  g.rid = nil
-  touch(c[1])
+  read_ids[n] = g.rid
+  g.rid = ''
+  touch(d)
 end
+flush(K.ready, read_ids, 'XDEL')
 set('numbered', batch)
 local drops = {}
 for n, d in ipairs(call('LRANGE', K.drops, 0, -1)) do drops[n] = cjson.decode(d) end

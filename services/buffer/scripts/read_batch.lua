@@ -1,19 +1,25 @@
--- Everything of a numbered batch. request: batch. Result: composition, members {draw, index} of its scored samples, epoch.
--- Blobs: the groups' records (JSON), then the members' bodies, then their scores.
+-- Everything of a numbered batch. request: batch. Result: drops, sequence, epoch, groups = {{draw, environment, task, samples,
+-- lag, mask below, members}, ...}. Rows, one a member: sample, info. Blobs: its bodies, then scores.
 local raw = call('HGET', K.batches, request.batch)
 if not raw then return out_of_range(request.batch) end
-local composition, draws, members, blobs = cjson.decode(raw), {}, {}, {}
+local composition, draws, listed, rows, names, blobs = cjson.decode(raw), {}, {}, {}, {}, {}
 for n, c in ipairs(composition.g) do draws[n] = c[1] end
 preload(draws)
-for n, d in ipairs(draws) do
-  blobs[n] = cjson.encode(groups[d])
-  for i, sample in ipairs(groups[d].s) do
-    if sample.st == 'scored' then members[#members + 1] = d .. ':' .. (i - 1) end
+for n, c in ipairs(composition.g) do
+  local d, before = c[1], #names
+  local g = groups[d]
+  for i, sample in ipairs(samples(g)) do
+    if sample.st == 'scored' then
+      names[#names + 1] = member(d, i - 1)
+      rows[#names] = pack('<I4I4c0', i - 1, #sample.info, sample.info)
+    end
   end
+  listed[n] = {d, g.e, g.x, g.n, c[2], c[3], #names - before}
 end
 for _, name in ipairs({'bodies', 'scores'}) do
-  for first = 1, #members, 1000 do
-    for _, b in ipairs(call('HMGET', K[name], unpack(members, first, min(first + 999, #members)))) do blobs[#blobs + 1] = b end
+  for first = 1, #names, 1000 do
+    for _, b in ipairs(call('HMGET', K[name], unpack(names, first, min(first + 999, #names)))) do blobs[#blobs + 1] = b end
   end
 end
-return finish({composition = composition, members = #members, epoch = get('epoch')}, blobs)
+local result = {groups = listed, drops = composition.d, sequence = composition.q, epoch = meta.epoch}
+return finish(result, table.concat(rows), blobs)

@@ -1,54 +1,59 @@
--- Hop 2. request: leases, items = {{crc, tokens, generated, steps, body bytes, transcript bytes, score bytes, failure}, ...}
-preload_leases(request.leases)
-local outcomes, position = {}, 1
-local function take(size)
-  local part = string.sub(blob, position, position + size - 1)
-  position = position + size
-  return part
-end
-local function store(d, i, sample, item, body, transcript, score)
-  local member = d .. ':' .. i
-  dequeue('leases', member)
-  unreserve(sample)
-  if sample.lp then forget('partials', member) end
-  hold(sample, 'lp', 0)
-  sample.pp = nil
-  sample.c = item[1]; sample.tok = item[2]; sample.gen = item[3]; sample.sp = item[4]
-  put('bodies', member, body)
-  hold(sample, 'lb', item[5])
-  set('estimate', get('estimate') + floor((item[5] + item[6] - get('estimate')) / 16))
-  touch(d)
-  if item[7] > 0 then
+-- Hop 2. Of each lease: scored 0 | 1, info, failure. Blobs: of each its body, and score or transcript.
+local estimate = get('estimate')
+local function checksum(info) return string.sub(info, 1, 4) end
+local function store(d, i, sample, scored, info, body, text)
+  local g, name = group(d), member(d, i)
+  dequeue('leases', name)
+  add('reserved', -g.r)
+  if sample.part ~= '' then
+    forget('partials', name)
+    hold(g, -partial_size(sample))
+    sample.part = ''
+  end
+  sample.info = info
+  put('bodies', name, body)
+  hold(g, #body + #text)
+  if scored then
     move(sample, 'scored')
-    put('scores', member, score)
-    hold(sample, 'ls', item[7])
-    return settle(d)
-  end
-  move(sample, 'unscored')
-  put('transcripts', member, transcript)
-  hold(sample, 'lt', item[6])
-  call('XADD', K.unscored, '*', 's', member)
-  wake.unscored = true
-end
-for n, lease in ipairs(request.leases) do
-  local item, sample = request.items[n], find(lease)
-  local body, transcript, score = take(item[5]), take(item[6]), take(item[7])
-  if not sample then
-    outcomes[n] = absent(lease)
-  elseif sample.st == 'closed' then
-    outcomes[n] = 'outdated'
-  elseif lease[3] > sample.a then
-    outcomes[n] = 'unknown'
-  elseif lease[3] < sample.a or sample.st == 'partial' then
-    outcomes[n] = 'fenced'
-  elseif sample.st ~= 'leased' then
-    outcomes[n] = sample.c == item[1] and 'accepted' or 'conflict'
-  elseif item[8] ~= '' then
-    fail(lease[1], lease[2], sample, item[8])
-    outcomes[n] = 'accepted'
+    put('scores', name, text)
   else
-    store(lease[1], lease[2], sample, item, body, transcript, score)
-    outcomes[n] = 'accepted'
+    move(sample, 'unscored')
+    put('transcripts', name, text)
+    announce(d, i)
   end
+  estimate = estimate + floor((#body + (scored and 0 or #text) - estimate) / 16)
 end
-return finish(outcomes)
+
+local outcomes, n, position = {}, 0, 1
+for _, run in ipairs(read_leases()) do
+  local d, first, count, attempt, epoch = unpack(run)
+  local finished = false
+  for i = first, first + count - 1 do
+    local sample, outcome = find(d, i, epoch), 'accepted'
+    local scored, info, failure, after = unpacked('<BI4c0I4c0', ARGV[5], position)
+    position = after
+    n = n + 1
+    if not sample then
+      outcome = absent(d, epoch)
+    elseif sample.st == 'closed' then
+      outcome = 'outdated'
+    elseif attempt > sample.a then
+      outcome = 'unknown'
+    elseif attempt < sample.a or sample.st == 'partial' then
+      outcome = 'fenced'
+    elseif sample.st ~= 'leased' then
+      outcome = checksum(sample.info) == checksum(info) and 'accepted' or 'conflict'
+    elseif failure ~= '' then
+      fail(d, i, sample, failure)
+      finished = true
+    else
+      store(d, i, sample, scored == 1, info, ARGV[4 + 2 * n], ARGV[5 + 2 * n])
+      touch(d)
+      finished = finished or scored == 1
+    end
+    outcomes[n] = outcome
+  end
+  if finished then settle(d) end
+end
+set('estimate', estimate)
+return finish(exceptions(outcomes))

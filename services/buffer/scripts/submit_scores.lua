@@ -1,30 +1,37 @@
--- Hop 3. request: leases, sizes of the scores
-preload_leases(request.leases)
-local outcomes, position = {}, 1
-for n, lease in ipairs(request.leases) do
-  local sample, member, size = find(lease), lease[1] .. ':' .. lease[2], request.sizes[n]
-  local score = string.sub(blob, position, position + size - 1)
-  position = position + size
-  if not sample then
-    outcomes[n] = absent(lease)
-  elseif sample.st == 'closed' then
-    outcomes[n] = 'outdated'
-  elseif lease[3] > sample.sa then
-    outcomes[n] = 'unknown'
-  elseif lease[3] < sample.sa then
-    outcomes[n] = 'fenced'
-  elseif sample.st == 'scored' then
-    outcomes[n] = 'accepted'
-  else
-    dequeue('scoring', member)
-    if sample.lt then forget('transcripts', member) end
-    hold(sample, 'lt', 0)
-    put('scores', member, score)
-    hold(sample, 'ls', size)
-    move(sample, 'scored')
-    touch(lease[1])
-    settle(lease[1])
-    outcomes[n] = 'accepted'
+-- Hop 3. Blobs: the score of each lease
+local outcomes, n = {}, 0
+local function store(d, i, sample, score)
+  local name = member(d, i)
+  local _, _, _, _, transcript = unpacked(BODY, sample.info)
+  dequeue('scoring', name)
+  forget('transcripts', name)
+  put('scores', name, score)
+  hold(group(d), #score - transcript)
+  move(sample, 'scored')
+end
+for _, run in ipairs(read_leases()) do
+  local d, first, count, attempt, epoch = unpack(run)
+  local finished = false
+  for i = first, first + count - 1 do
+    local sample, outcome = find(d, i, epoch), 'accepted'
+    n = n + 1
+    if not sample then
+      outcome = absent(d, epoch)
+    elseif sample.st == 'closed' then
+      outcome = 'outdated'
+    elseif attempt > sample.sa then
+      outcome = 'unknown'
+    elseif attempt < sample.sa then
+      outcome = 'fenced'
+    elseif sample.st ~= 'scored' then
+      store(d, i, sample, ARGV[5 + n])
+      finished = true
+    end
+    outcomes[n] = outcome
+  end
+  if finished then
+    touch(d)
+    settle(d)
   end
 end
-return finish(outcomes)
+return finish(exceptions(outcomes))
