@@ -53,7 +53,7 @@ class Gauges:
         context = self._context
         context.policy_version = front.newest
         context.figures.update(
-            draws=meta.get("next_draw", 0), outstanding_groups=meta["outstanding"],
+            draws=meta.get("next_draw", 0), lost_draws=meta.get("lost", 0), outstanding_groups=meta["outstanding"],
             dropped_groups=sum(balance.dropped.values()), repeated_grants=meta.get("expired", 0), complete_groups=meta["ready"],
             unscored_samples=samples.get("unscored", 0),
             leased_samples=samples.get("leased", 0), bytes=meta.get("bytes", 0), published_step=meta["published"],

@@ -49,27 +49,33 @@ async def fork(origin: RunFile, new: RunFile, at: int) -> dict[str, Any]:
                 raise SlipstreamError(
                     f"step {at}, replayed from checkpoint {started}, is not what version {version.version} published: run "
                     "`slipstream replay` to find the first step that differs", "REPLAY")
-        await _copy_log(old, store, at, max(origin.schedule.max_lag, new.schedule.max_lag))
+        draws = await _copy_log(old, store, at, max(origin.schedule.max_lag, new.schedule.max_lag))
         _copy_lines(origin.folder, new.folder, at)
         checkpoints = Checkpoints(store, new.run.name, new.trainer.keep_checkpoints)
         await checkpoints.open()
         header = await checkpoints.save(
-            replay.learner.snapshot(), step=at, incarnation=0, ledger_sequence=0, ledger_epoch=0,
+            replay.learner.snapshot(), step=at, incarnation=replay.incarnation, ledger_sequence=0, ledger_epoch=0,
             notes={"rewards": _rewards(new.folder), "origin": origin.run.name})
     return {
         "origin": {"run": origin.run.name, "folder": str(origin.folder), "objects": origin.objects_url, "hash": origin.hash},
-        "step": at, "replayed_from": started, "checkpoint": header.name, "weights": weights, "time_unix": time.time()}
+        "step": at, "draws": draws, "replayed_from": started, "checkpoint": header.name, "weights": weights,
+        "time_unix": time.time()}
 
 
 async def _always(step: int) -> bool:
     return True
 
 
-async def _copy_log(old: ObjectStore, new: ObjectStore, at: int, max_lag: int) -> None:
-    """The last batches: a new ledger goes on behind the draws that they name."""
+async def _copy_log(old: ObjectStore, new: ObjectStore, at: int, max_lag: int) -> int:
+    """The last batches: a new ledger goes on behind the draws that they name. How many draws the origin had made by then."""
+    draws = 0
     for number in range(max(1, at - max_lag), at + 1):
         key = batch_log.log_key(number)
         await new.put_if_absent(key, await old.get(key))
+        batch = await batch_log.read_header(old, number)
+        named = [g.draw.number for g in batch.groups] + [d.draw.number for d in batch.drops]
+        draws = max(draws, batch.next_draw, *(number + 1 for number in named))
+    return draws
 
 
 def _copy_lines(old: Path, new: Path, at: int) -> None:

@@ -69,6 +69,11 @@ class Replay:
         self._store = store
         self._checkpoints = Checkpoints(store, run.run.name, run.trainer.keep_checkpoints)
 
+    @property
+    def incarnation(self) -> int:
+        """The run's newest trainer incarnation, once something was loaded."""
+        return self._checkpoints.pointer.incarnation
+
     async def load_first(self) -> int:
         """Start from the run's first checkpoint; its step. Raises NotFound when there is none."""
         await self._checkpoints.open()

@@ -17,7 +17,7 @@ from slipstream.cli import preflight, run_folder
 from slipstream.cli.audit import Audit, Balance, audit
 from slipstream.cli.metrics import WINDOW, Metrics
 from slipstream.cli.processes import Limits
-from slipstream.cli.run_folder import RunFolder
+from slipstream.cli.run_folder import RunFolder, read_json
 from slipstream.cli.supervisor import Ending, Supervisor
 from slipstream.cli.survey import Survey
 from slipstream.cli.watch import Watcher
@@ -102,10 +102,18 @@ async def ask_balance(folder: RunFolder, run_file: RunFile) -> list[Balance]:
             return []
     try:
         return [Balance(
-            made=int(figures["draws"]), dropped=int(figures["dropped_groups"]), open=int(figures["buffer_open_draws"]),
+            made=int(figures["draws"]) - _of_the_origin(folder, run_file, int(figures["lost_draws"])),
+            dropped=int(figures["dropped_groups"]), open=int(figures["buffer_open_draws"]),
             numbered_batch=int(figures["numbered_batch"]), groups_per_batch=run_file.schedule.groups_per_batch)]
     except KeyError:
         return []
+
+
+def _of_the_origin(folder: RunFolder, run_file: RunFile, unknown: int) -> int:
+    """Draws of a fork's origin that are none of the fork's: made there, and not in a batch before the fork. `unknown` draws
+    are older than this ledger."""
+    fork = read_json(folder.fork)
+    return max(0, min(unknown, fork["draws"]) - fork["step"] * run_file.schedule.groups_per_batch) if fork else 0
 
 
 def report(run_file: RunFile, folder: RunFolder, ending: Ending, found: Audit, started: float) -> int:
