@@ -2,8 +2,8 @@
 
     python -m benchmarks.chaos --minutes 10 --seed 1 [--schedule pinned|free] [--json FILE]
 
-The run is a real one: supervisor, embedded Redis, buffer, reward, two rollout workers and trainer, with durability `always`, on
-a model of some twenty thousand parameters, so that a step takes milliseconds and a restart is most of the work. From the seed:
+The run is a real one: supervisor, embedded Redis, buffer, two reward and two rollout workers and trainer, durability `always`,
+on a model of some twenty thousand parameters, so that a step takes milliseconds and a restart most of the time. From the seed:
 
     SIGKILL     of trainer, rollout, reward, buffer, supervisor (which is started again: `slipstream run` resumes) and Redis
     SIGSTOP     of the same, and SIGCONT after a while that is sometimes longer than a lease
@@ -34,6 +34,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ from benchmarks.faults.divert import Site
 from benchmarks.faults.edges import counted, exempt
 from benchmarks.faults.injector import STALL_S, Injector, Stalled
 from benchmarks.faults.plants import PLANTS
-from benchmarks.faults.proxy import Proxy
+from benchmarks.faults.proxy import Http2Answers, Proxy, any_bytes
 from benchmarks.faults.schedule import KILLS, LINK_FAULTS, LINKS, PROCESSES, ROUNDS_PER_MINUTE, link_faults, process_faults
 from benchmarks.faults.victims import ROOT, Run
 from benchmarks.record import publish
@@ -73,11 +74,11 @@ def run_file(site: Path, name: str, arguments: argparse.Namespace, disturbed: Pa
             "scorer": "benchmarks.faults.paced:slow_even_share",
             "args": {"pace_file": str(disturbed), "pace_s": PACE_S}}],
         "schedule": {"mode": arguments.schedule, "groups_per_batch": 4, "group_size": 4, **(PINNED if pinned else FREE)},
-        "trainer": {"learning_rate": 1e-3, "checkpoint_every": 5},
+        "trainer": {"learning_rate": 1e-3, "checkpoint_every": 8},
         "rollout": {
-            "workers": arguments.workers, "slots": 10, "context": 16, "max_new_tokens": 6, "lease_s": LEASE_S,
+            "workers": arguments.workers, "slots": 6, "context": 16, "max_new_tokens": 6, "lease_s": LEASE_S,
             "heartbeat_s": LEASE_S / 4},
-        "reward": {"lease_s": LEASE_S},
+        "reward": {"workers": 2, "lease_s": LEASE_S},
         "buffer": {"durability": "always"},
         "service": {"audit": True, "stall_s": 60},
     }
@@ -98,7 +99,8 @@ class Outcome:
 async def proxies(site: Site) -> AsyncIterator[dict[str, Proxy]]:
     """Listening proxies by name; `faults.json` tells the services where."""
     with tempfile.TemporaryDirectory(prefix="slipstream-") as sockets:  # the path of a unix socket has to be short
-        found = {name: Proxy(name, lambda name=name: site.address_behind(name)) for name in LINKS}
+        found = {name: Proxy(name, partial(site.address_behind, name), (lambda: any_bytes) if name == "redis" else Http2Answers)
+                 for name in LINKS}
         addresses = {name: await proxy.listen(Path(sockets) / "redis.sock" if name == "redis" else None)
                      for name, proxy in found.items()}
         site.write_plan(addresses, "")

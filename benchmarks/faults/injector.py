@@ -56,6 +56,7 @@ class Injector:
             for task in (*tasks, *self._beside):
                 task.cancel()
             await asyncio.gather(*tasks, *self._beside, return_exceptions=True)
+            await self._run.settle()
             self._run.go_on()
 
     async def rest(self) -> int:

@@ -23,7 +23,7 @@ class PacedSort(SortDigits):
 
     truncated_is_wrong = False
 
-    def __init__(self, pace_file: str = "", pace_s: float = 0.0, fail_every: int = 24) -> None:
+    def __init__(self, pace_file: str = "", pace_s: float = 0.0, fail_every: int = 12) -> None:
         super().__init__(3, 5)
         self.pace_file, self.pace_s, self.fail_every = Path(pace_file), pace_s, fail_every
 

@@ -3,10 +3,10 @@
 consumes      connections of clients (gRPC over TCP, Redis over a unix socket)    produces: the same bytes, most of the time
 waits for     bytes of either side    unblocked by: the end of either side, which ends the other
 
-It knows nothing of what it carries. A fault hits one of the connections that are open at that moment:
+Of what it carries it knows only where an answer begins. A fault hits one of the connections that are open at that moment:
 
     reset         both sides get RST, in the middle of whatever they said
-    lost reply    what the client says arrives and takes effect; the answer is swallowed, then both sides get RST
+    lost reply    what the client says arrives and takes effect; the next answer is swallowed, then both sides get RST
     delay         nothing is forwarded in either direction for some seconds, then all of it
 """
 
@@ -22,8 +22,41 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 READ_BYTES = 1 << 16
-REPLY_BYTES = 64  # more than this is an answer; HTTP/2 pings and window updates are smaller
 SWALLOW_S = 8.0  # a lost reply waits this long for one
+HTTP2_HEAD = 9  # bytes before a frame: length (3), type (1), flags (1), stream (4)
+HTTP2_ANSWERS = (0, 1)  # DATA and HEADERS; settings, pings and window updates answer nobody
+
+Answers = Callable[[bytes], bool]  # told all that a server says, piece by piece: is there (a part of) an answer in this piece?
+
+
+def any_bytes(data: bytes) -> bool:
+    """Protocols in which a server speaks only when asked, as Redis does."""
+    return True
+
+
+class Http2Answers:
+    """Finds the frames of one direction of an HTTP/2 connection, however its bytes are cut into pieces."""
+
+    def __init__(self) -> None:
+        self._head = bytearray()
+        self._rest = 0  # bytes of the present frame that are still to come
+        self._answer = False
+
+    def __call__(self, data: bytes) -> bool:
+        found, at = False, 0
+        while at < len(data):
+            if self._rest:
+                step = min(self._rest, len(data) - at)
+                self._rest -= step
+                found = found or self._answer
+            else:
+                step = min(HTTP2_HEAD - len(self._head), len(data) - at)
+                self._head += data[at:at + step]
+                if len(self._head) == HTTP2_HEAD:
+                    self._rest, self._answer = int.from_bytes(self._head[:3], "big"), self._head[3] in HTTP2_ANSWERS
+                    self._head.clear()
+            at += step
+        return found
 
 
 @dataclass(eq=False)
@@ -34,7 +67,6 @@ class Link:
     server: asyncio.StreamWriter
     swallowing: bool = False  # what the server says is dropped
     swallowed: asyncio.Event = field(default_factory=asyncio.Event)
-    asked: bool = False  # the client said something since swallowing began
     held: asyncio.Event = field(default_factory=asyncio.Event)  # clear = bytes wait
 
     def reset(self) -> None:
@@ -50,8 +82,9 @@ class Link:
 class Proxy:
     """Carries connections to `upstream()`, asked anew for each: "host:port", the path of a unix socket, or "" for nobody."""
 
-    def __init__(self, name: str, upstream: Callable[[], str]) -> None:
+    def __init__(self, name: str, upstream: Callable[[], str], answers: Callable[[], Answers] = lambda: any_bytes) -> None:
         self.name = name
+        self._answers = answers  # one for each connection
         self._upstream = upstream
         self._links: set[Link] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -86,7 +119,7 @@ class Proxy:
         return True
 
     async def lose_reply(self, chance: random.Random) -> bool:
-        """Lose the next answer of one connection. False when the client asked nothing, or nobody answered, within SWALLOW_S."""
+        """Lose the next answer of one connection. False when nobody answered anything within SWALLOW_S."""
         if (link := self._pick(chance)) is None:
             return False
         link.swallowing = True
@@ -131,8 +164,8 @@ class Proxy:
         link = Link(writer, far_writer)
         link.held.set()
         self._links.add(link)
-        pumps = [asyncio.create_task(self._pump(link, reader, far_writer, asks=True), name=f"{self.name} asks"),
-                 asyncio.create_task(self._pump(link, far_reader, writer, asks=False), name=f"{self.name} answers")]
+        pumps = [asyncio.create_task(self._pump(link, reader, far_writer, None), name=f"{self.name} asks"),
+                 asyncio.create_task(self._pump(link, far_reader, writer, self._answers()), name=f"{self.name} answers")]
         try:
             await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -142,16 +175,18 @@ class Proxy:
             for side in (writer, far_writer):
                 side.close()
 
-    async def _pump(self, link: Link, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, asks: bool) -> None:
-        """Bytes of one direction until their end."""
+    async def _pump(
+        self, link: Link, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answers: Answers | None,
+    ) -> None:
+        """Bytes of one direction until their end; `answers` looks at those of the server."""
         with contextlib.suppress(OSError):  # the other side is gone: so is this one
             while data := await reader.read(READ_BYTES):
                 await link.held.wait()
-                if asks:
-                    link.asked = link.asked or link.swallowing
-                elif link.swallowing:
-                    if link.asked and len(data) > REPLY_BYTES:
-                        link.swallowed.set()
-                    continue
+                if answers is not None:
+                    answered = answers(data)
+                    if link.swallowing:
+                        if answered:
+                            link.swallowed.set()
+                        continue
                 writer.write(data)
                 await writer.drain()

@@ -27,6 +27,7 @@ class Run:
         self.site, self.folder, self._run_file = site, RunFolder(site.run), run_file
         self.output = site.folder / "supervisor.log"
         self._process: asyncio.subprocess.Process | None = None
+        self._restart: asyncio.Task[None] | None = None
         self._stopped: set[int] = set()
 
     async def start(self, fresh: bool = False) -> None:
@@ -59,10 +60,19 @@ class Run:
         """SIGKILL; a killed supervisor is started again, while what it left behind still ends."""
         os.kill(pid, signal.SIGKILL)
         if target == "supervisor":
-            assert self._process is not None
-            await self._process.wait()
-            await asyncio.sleep(SUPERVISOR_RESTART_S)
-            await self.start()
+            self._restart = asyncio.create_task(self._start_again(), name="start the supervisor again")
+            await asyncio.shield(self._restart)
+
+    async def settle(self) -> None:
+        """Wait until a killed supervisor has been started again, also when whoever killed it was cancelled."""
+        if self._restart is not None:
+            await self._restart
+
+    async def _start_again(self) -> None:
+        assert self._process is not None
+        await self._process.wait()
+        await asyncio.sleep(SUPERVISOR_RESTART_S)
+        await self.start()
 
     async def stop(self, pid: int, seconds: float) -> None:
         """SIGSTOP, and SIGCONT after a while."""

@@ -10,18 +10,18 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from benchmarks.faults.proxy import REPLY_BYTES, Proxy
+from benchmarks.faults.proxy import Http2Answers, Proxy
 
 CHANCE = random.Random(1)
 
 
 @contextlib.asynccontextmanager
 async def shouting(heard: list[bytes]) -> AsyncIterator[str]:
-    """A server that notes each line and answers it long enough to count as a reply."""
+    """A server that notes each line and answers it."""
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while line := await reader.readline():
             heard.append(line)
-            writer.write(line.strip().upper().ljust(REPLY_BYTES + 1) + b"\n")
+            writer.write(line.upper())
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     try:
@@ -87,3 +87,20 @@ async def test_nobody_upstream_is_a_refused_connection() -> None:
         assert not await reader.read()
     assert not proxy.reset(CHANCE)
     await proxy.close()
+
+
+@pytest.mark.parametrize("piece", [1, 4, 9, 1000])
+def test_answers_are_told_from_pings(piece: int) -> None:
+    """Settings, pings and window updates answer nobody; headers and data do, whatever the pieces in which they come."""
+    def frame(kind: int, body: bytes) -> bytes:
+        return len(body).to_bytes(3, "big") + bytes([kind, 0, 0, 0, 0, 1]) + body
+
+    def told(data: bytes) -> bool:
+        return sum(answers(data[at:at + piece]) for at in range(0, len(data), piece)) > 0
+
+    answers = Http2Answers()
+    assert not told(frame(4, b"") + frame(6, b"12345678") + frame(8, b"1234"))
+    assert told(frame(1, b"headers"))
+    assert not told(frame(6, b"12345678"))
+    assert told(frame(8, b"1234") + frame(0, b"data" * 20000))
+    assert not told(frame(4, b""))
