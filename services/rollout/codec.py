@@ -28,6 +28,12 @@ class Codec:
         """Text of token ids, with or without special tokens."""
         return (self._fast or self._tokenizer).decode(tokens, skip_special_tokens=not special)
 
+    def decode_all(self, answers: Sequence[Sequence[int]]) -> list[str]:
+        """Texts of several answers, without special tokens. One call: each lets another thread take the interpreter."""
+        if self._fast is not None:
+            return self._fast.decode_batch(answers, skip_special_tokens=True)
+        return [self.decode(answer) for answer in answers]
+
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """A conversation in the model's chat template, up to where the assistant speaks."""
         try:

@@ -40,6 +40,7 @@ class Episode:
         self.lease, self.codec = lease, codec
         self.max_new_tokens, self.context, self.routes = max_new_tokens, context, routes
         self.segments: list[Segment] = []
+        self.generated_tokens = 0
         self.turn = 0  # finished model calls
         self.finish_reason = FINISH_LENGTH
         self.reset: Reset
@@ -56,10 +57,6 @@ class Episode:
     @property
     def draw(self) -> int:
         return self.lease.lease.sample.draw.number
-
-    @property
-    def generated_tokens(self) -> int:
-        return sum(len(s.logprobs) for s in self.segments)
 
     def begin(self, reset: Reset) -> None:
         """The first observation. Goes on from the lease's partial when that has the same prompt. Raises InvalidInput."""
@@ -95,6 +92,11 @@ class Episode:
 
     def answered(self, generation: Generation) -> Action:
         """Note the model's answer to `request`; the action for the environment."""
+        answer = self.take(generation)
+        return self.said(answer, self.codec.decode(answer))
+
+    def take(self, generation: Generation) -> list[int]:
+        """Append what was generated to the open segment: all tokens of this turn's answer."""
         segment = self._open()
         known, size, new = len(segment.loss_mask), len(self._prompt), len(generation.tokens)
         loss_mask = np.zeros(size + new, bool)
@@ -106,16 +108,20 @@ class Episode:
             first = segment.routes if segment.routes is not None else generation.routes[:0]
             segment.routes = np.concatenate([first, generation.routes[len(first) :]])
         self.finish_reason = generation.finish_reason
+        self.generated_tokens += new
         answer = segment.tokens[len(segment.tokens) - new - self._resumed :].tolist()
         self._resumed = 0
-        self.turn += 1
-        text = self.codec.decode(answer)
-        self.responses.append(text)
         self._prompt = segment.tokens
+        return answer
+
+    def said(self, answer: list[int], text: str) -> Action:
+        """The action for the environment: the answer that `take` returned and its text."""
+        self.turn += 1
+        self.responses.append(text)
         if self._messages:
             self._messages.append({"role": "assistant", "content": text})
             self._rendered += self.codec.decode(answer, special=True)
-        return Action(text, answer, generation.finish_reason)
+        return Action(text, answer, self.finish_reason)
 
     def stepped(self, step: Step) -> None:
         """Note the value of a turn."""
@@ -130,19 +136,19 @@ class Episode:
         """The body of the first turn as far as it went; b"" when there is nothing worth keeping."""
         if self.turn or not len(generation.tokens) + self.generated_tokens:
             return b""
-        self.answered(generation)
+        self.take(generation)
         return encode(self.sample())
 
     def submission(self) -> samples_pb2.SubmittedSample:
         """The finished sample with its score or its transcript. The buffer checks it; here only that there is something."""
         sample = self.sample()
-        if not (generated := sample.generated_tokens):
+        if not self.generated_tokens:
             raise InvalidInput("no token was generated", "NO_GENERATED_TOKENS")
         body = encode(sample)
         oldest, newest = sample.steps
         submitted = samples_pb2.SubmittedSample(
             lease=self.lease.lease, body=body, crc32c=checksum(body), tokens=sample.tokens,
-            generated_tokens=generated, oldest_step=oldest, newest_step=newest)
+            generated_tokens=self.generated_tokens, oldest_step=oldest, newest_step=newest)
         if any(reward is not None for reward in self.rewards) or not self.reset.scorer:
             values = [reward or 0.0 for reward in self.rewards]
             submitted.score.CopyFrom(sample_pb2.Score(scalar=sum(values), components=self.components))
@@ -183,7 +189,7 @@ class Episode:
         done = new and (new >= self.max_new_tokens or int(segment.tokens[-1]) in self.codec.stop_token_ids)
         if not same or done or len(segment.tokens) >= self.context or (segment.routes is None) == self.routes:
             return
-        self.segments, self._fresh, self._resumed = [segment], False, new
+        self.segments, self._fresh, self._resumed, self.generated_tokens = [segment], False, new, new
         self._prompt = segment.tokens
 
 

@@ -261,7 +261,7 @@ class Player:
 
     def _answer(self, answers: list[tuple[Request, Generation | SlipstreamError]]) -> None:
         """All answers that one decode step ended."""
-        lots: dict[str, list[Running]] = {}
+        taken: list[tuple[Running, list[int]]] = []
         self._answered.set()
         for request, generation in answers:
             running = self._asked.pop(request.id)
@@ -276,7 +276,10 @@ class Player:
                 deterministic = self._run.deterministic  # a resumed answer would come from other shapes, so other bits
                 self._give_back(running, b"" if deterministic else running.episode.partial(generation))
                 continue
-            action = running.episode.answered(generation)
+            taken.append((running, running.episode.take(generation)))
+        lots: dict[str, list[Running]] = {}
+        for (running, answer), text in zip(taken, self.codec.decode_all([answer for _, answer in taken]), strict=True):
+            action = running.episode.said(answer, text)
             running.action = EpisodeStep(running.name, running.episode.turn, action)
             lots.setdefault(running.environment, []).append(running)
         for environment, lot in lots.items():
@@ -286,7 +289,8 @@ class Player:
 
     async def _end(self, running: Running) -> None:
         try:
-            await self._store_routes(running)
+            if running.episode.routes:
+                await self._store_routes(running)
             submission = running.episode.submission()
         except InvalidInput as error:
             self._fail(running, error.message)

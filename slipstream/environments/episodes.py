@@ -208,9 +208,10 @@ class Episodes:
         if not isinstance(value, Observation):
             raise TypeError(f"reset returned {type(value).__name__}; return a Reset, an Observation or a str")
         reset = value if isinstance(value, Reset) else Reset(value.text, value.messages, value.tokens)
-        for name, text in (("answer", reset.answer), ("scorer", reset.scorer)):
-            if not isinstance(text, str):
-                raise TypeError(f"reset returned {name} = {text!r}; a str is needed")
+        if not isinstance(reset.answer, str):
+            raise TypeError(f"reset returned answer = {reset.answer!r}; a str is needed")
+        if not isinstance(reset.scorer, str):
+            raise TypeError(f"reset returned scorer = {reset.scorer!r}; a str is needed")
         if reset.info:
             json.dumps(reset.info)
         record.episode = Episode(episode, record.task, reset)

@@ -21,11 +21,12 @@ class SortDigits(Environment):
         self.shortest, self.longest = shortest, longest
 
     def reset(self, task: Task) -> Reset:
-        digits = _digits(task, self.shortest, self.longest)
-        return Reset(digits + "=", answer="".join(sorted(digits)))
+        prompt, answer = _problem(task, self.shortest, self.longest)
+        return Reset(prompt, answer=answer)
 
 
 @functools.lru_cache(1024)  # the samples of a group have one task, and a seeded generator costs as much as all the rest
-def _digits(task: Task, shortest: int, longest: int) -> str:
+def _problem(task: Task, shortest: int, longest: int) -> tuple[str, str]:
     random = task.random
-    return "".join(random.choices("0123456789", k=random.randint(shortest, longest)))
+    digits = random.choices("0123456789", k=random.randint(shortest, longest))
+    return "".join(digits) + "=", "".join(sorted(digits))
