@@ -18,7 +18,8 @@
 | damaged   | one bit of the body that is written is another                            | yes, wrongly        |
 
 A 412 after a lost reply is what the server says to the repetition of a conditional write that was `lost`.
-The last two are noticed by whoever keeps checksums: checkpoints, versions, the batch log; not by the store.
+The last two are noticed by whoever keeps checksums: checkpoints, versions, the batch log. Of a small body that is written the
+server notices it, when it compares Content-MD5 (S3 and ministack do, moto does not).
 """
 
 import asyncio

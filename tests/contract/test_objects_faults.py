@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from s3_faults import FaultProxy, fault_proxy, scripted
-from s3_server import open_bucket, s3_server
+from s3_server import ministack_server, open_bucket, s3_server
 
 from slipstream.errors import ConfigError, Conflict, Exhausted, Unavailable
 from slipstream.objects import FileStore
@@ -190,6 +190,18 @@ async def test_the_lost_reply_of_a_large_upload(faulty, small_parts, then):
     with pytest.raises(Unavailable, match="large"):
         await store.put("large", mine)
     assert await store.get("large") == others
+
+
+async def test_a_small_body_damaged_on_the_way_is_refused_and_sent_again(tmp_path):
+    """Pointers and manifests travel with Content-MD5. A server that compares it answers BadDigest, and keeps what it had."""
+    with ministack_server(tmp_path) as url:
+        async with fault_proxy(url, seed=1) as proxy, open_bucket(proxy.url) as store:
+            proxy.plan = scripted("damaged", "damaged")
+            tag = await store.replace("pointer", b"one", None)
+            proxy.plan = scripted("damaged")
+            await store.replace("pointer", b"two", tag)
+            assert await store.get("pointer") == b"two"
+            assert proxy.injected["damaged", "PUT"] == 3
 
 
 @pytest.mark.parametrize("ignored", [b"if-none-match", b"if-match"])
