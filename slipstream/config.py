@@ -119,12 +119,87 @@ class Schedule(Section):
         return self.mode == "pinned" or self.max_lag == 0
 
 
+# Named starting points of [algorithm]: what differs from the defaults, which are those of async-moe. Keys of the run file win.
+PRESETS: dict[str, dict[str, Any]] = {
+    "async-moe": {},
+    "grpo": {"dual_clip": None},
+    "dapo": {"dual_clip": None, "mask_truncated": True},
+    "gspo-moe": {
+        "policy_loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": None, "aggregation": "sequence_mean"},
+}
+
+
 class Algorithm(Section):
-    advantage: Literal["grpo"] = Field(default="grpo", description="grpo: (R - mean) / (std + eps) within the group.")
-    normalize_std: bool = Field(default=True, description="Divide by the group's standard deviation (ddof = 1).")
-    clip_low: float = Field(default=0.2, ge=0, lt=1, description="Lower clip of the probability ratio, below 1.")
+    preset: Literal["async-moe", "grpo", "dapo", "gspo-moe"] = Field(
+        default="async-moe", description="Starting point; other keys of this table override it."
+    )
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"] = Field(
+        default="grpo", description="What a reward is compared with: the group's mean (grpo: over its std), or the batch."
+    )
+    policy_loss: Literal["ppo", "gspo", "gspo_token", "cispo", "sapo", "dppo_tv"] = Field(
+        default="ppo", description="Loss per token, or per row (gspo), with its trust region."
+    )
+    clip_low: float = Field(default=0.2, ge=0, le=1, description="Lower clip of the probability ratio, below 1.")
     clip_high: float = Field(default=0.28, ge=0, description="Upper clip of the probability ratio, above 1.")
-    dual_clip: float | None = Field(default=None, gt=1, description="Cap of the loss for negative advantages; none = off.")
+    dual_clip: float | None = Field(default=3.0, gt=1, description="Cap of the loss for negative advantages; none = off.")
+    tau_positive: float = Field(default=1.0, gt=0, description="sapo: temperature of the gate for positive advantages.")
+    tau_negative: float = Field(default=1.05, gt=0, description="sapo: the same for negative ones.")
+    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "sequence_constant"] = Field(
+        default="token_mean", description="What the sum of token losses is divided by; always of the whole step."
+    )
+    anchor: Literal["sampler", "recomputed", "interpolated"] = Field(
+        default="sampler", description="Proximal policy: centre of the trust region."
+    )
+    correction: Literal["none", "full", "truncated", "masked"] = Field(
+        default="none", description="Importance weight of anchor over sampler: as it is, capped (TIS), or masked (IcePop)."
+    )
+    correction_low: float = Field(default=0.5, ge=0, description="masked: weights below drop their token.")
+    correction_high: float = Field(default=2.0, gt=0, description="truncated: the cap; masked: weights above drop their token.")
+    sequence_low: float | None = Field(default=None, gt=0, description="Drop rows whose geometric mean of pi/mu is below.")
+    sequence_high: float | None = Field(default=None, gt=0, description="Drop rows whose geometric mean of pi/mu is above.")
+    veto_below: float | None = Field(default=None, gt=0, description="Drop rows in which any token has pi/mu below this.")
+    off_policy_delta: float | None = Field(
+        default=None, ge=0, description="Drop rows with a negative advantage that drifted further than this (OPSM)."
+    )
+    kl: Literal["none", "k1", "k2", "k3", "k3+"] = Field(default="none", description="Divergence from the reference model.")
+    kl_in: Literal["loss", "reward"] = Field(default="loss", description="Where the divergence is taken off; reward: k1 only.")
+    kl_coefficient: float = Field(default=1e-3, gt=0, description="Factor of the divergence.")
+    reference: str = Field(default="", description="Hugging Face directory of the reference model; empty = weights of step 0.")
+    entropy_coefficient: float = Field(default=0.0, description="Factor of an entropy bonus.")
+    overlong_margin: int = Field(
+        default=0, ge=0, description="Tokens before rollout.max_new_tokens in which the reward falls by up to 1; 0 = off."
+    )
+    mask_truncated: bool = Field(default=False, description="Leave out answers cut off by the token limit, of counts too.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            return PRESETS.get(str(data.get("preset", "async-moe")), {}) | data
+        return data
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Algorithm:
+        if self.anchor == "sampler" and self.correction != "none":
+            raise ValueError(
+                f"correction = {self.correction} with anchor = sampler: the weight is anchor over sampler, which is 1; "
+                "set anchor = recomputed or interpolated, or correction = none")
+        if self.anchor != "sampler" and self.correction == "none":
+            raise ValueError(
+                f"anchor = {self.anchor} with correction = none: the trust region would be centred on a policy that never "
+                "sampled; set correction, or anchor = sampler")
+        if self.policy_loss in ("gspo", "gspo_token") and self.aggregation != "sequence_mean":
+            raise ValueError(
+                f"policy_loss = {self.policy_loss} with aggregation = {self.aggregation}: its ratio is a mean over the row, so "
+                "rows must be averaged; set aggregation = sequence_mean")
+        if self.dual_clip is not None and self.policy_loss not in ("ppo", "gspo", "gspo_token") and (
+                "dual_clip" in self.model_fields_set):
+            raise ValueError(f"dual_clip = {self.dual_clip} has no meaning for policy_loss = {self.policy_loss}; remove it")
+        if self.kl_in == "reward" and self.kl not in ("none", "k1"):
+            raise ValueError(f"kl = {self.kl} with kl_in = reward: only k1 is unbiased there; set kl = k1, or kl_in = loss")
+        if self.kl == "k1" and self.kl_in == "loss":
+            raise ValueError("kl = k1 with kl_in = loss: its gradient is 0 on average; set kl = k2 or k3+, or kl_in = reward")
+        return self
 
 
 class Warmup(Section):
@@ -142,6 +217,9 @@ class Trainer(Section):
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW weight decay.")
     max_grad_norm: float = Field(default=1.0, gt=0, description="Global gradient norm is clipped to this.")
     tokens_per_microbatch: PositiveInt = Field(default=16384, description="Padded tokens of one forward/backward.")
+    logit_rows: PositiveInt = Field(
+        default=8192, description="Positions whose logits are held at a time; more are computed twice, in chunks."
+    )
     publish_every: PositiveInt = Field(default=1, description="Steps between policy versions.")
     checkpoint_every: PositiveInt = Field(default=10, description="Steps between checkpoints.")
     keep_checkpoints: PositiveInt = Field(default=2, description="Complete checkpoints kept.")
@@ -285,9 +363,10 @@ class RunFile(Section):
 
     @property
     def hash(self) -> str:
-        """SHA-256 of the settings that workers must agree on: all but the local folder and process counts."""
+        """SHA-256 of the settings that workers must agree on: all but the local folder, process counts and the run's end."""
         data = self.model_dump(mode="json")
-        data["run"].pop("folder")
+        for setting in ("folder", "steps", "target_reward"):
+            data["run"].pop(setting)
         data.pop("service")
         for section in ("rollout", "reward"):
             data[section].pop("workers")

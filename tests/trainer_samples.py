@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from services.trainer.algorithms.objective import Objective
 from services.trainer.packing import Group, Member
 from slipstream.config import RunFile, parse
 from slipstream.sample import Sample, Segment, Span
@@ -29,11 +30,15 @@ def run_file(folder: str = "", family: str = "qwen3_moe", **sections: dict[str, 
         "model": {"build": {"model_type": family, "tokenizer_chars": CHARS, "config": (FAMILIES | EXACT)[family]}},
         "environments": [{"name": "sort", "entry": "slipstream.environments.sort_digits:SortDigits"}],
         "schedule": {"groups_per_batch": 4, "group_size": 4, "max_lag": 2},
+        "algorithm": {"preset": "grpo"},
         "trainer": {"learning_rate": 1e-3, "checkpoint_every": 2},
     }
     for name, values in sections.items():
         data[name] = {**data.get(name, {}), **values}
     return parse(data)
+
+
+OBJECTIVE = Objective(run_file().algorithm, longest=64)
 
 
 def segment(prompt: Sequence[int], answer: Sequence[int], logprobs: Sequence[float] | None = None, step: int = 0) -> Segment:

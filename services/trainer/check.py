@@ -2,8 +2,8 @@
 
     python -m services.trainer.check --run-file PATH
 
-Builds the model of `model.build` (what `model.path` names may be large: its trainer checks it) and runs it once. Exit code 2
-and one line when it cannot be used.
+Builds the model of `model.build`, without memory, and runs it once if it is small; a large one, and what `model.path` names, is
+left to the trainer's start. Exit code 2 and one line when it cannot be used.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ import torch
 from services.trainer.learner import Learner
 from slipstream import config
 from slipstream.errors import ConfigError
+from slipstream.model import build
+
+SMALL = 50_000_000  # parameters that are built for a check alone
 
 
 def prove_forward(learner: Learner, run: config.RunFile) -> None:
@@ -37,7 +40,10 @@ def main(run_file: Path) -> int:
     try:
         run = config.load(run_file)
         if run.model.build is not None:
-            prove_forward(Learner(run), run)
+            with torch.device("meta"):
+                empty, _ = build(run.model, run.run.seed, run.deterministic)
+            if sum(p.numel() for p in empty.parameters()) <= SMALL:
+                prove_forward(Learner(run), run)
     except ConfigError as error:
         print(error.message, file=sys.stderr)
         return 2

@@ -7,20 +7,32 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from services.trainer import losses
+from services.trainer import diagnostics
+from services.trainer.algorithms.objective import LossInputs, Objective
+from services.trainer.logprobs import chunked, output_head
 from services.trainer.optimizer import adamw, clipped_step, set_learning_rate
-from services.trainer.packing import Group, Microbatch, Row, lag_histogram, microbatches, trained_rows, without_signal
+from services.trainer.packing import (
+    Group,
+    Microbatch,
+    Row,
+    lag_histogram,
+    microbatches,
+    sample_rows,
+    with_advantages,
+    without_signal,
+)
 from services.trainer.snapshot import Snapshot, restore, take
 from slipstream import config
 from slipstream.errors import ConfigError, InvalidInput
 from slipstream.manifest import RawTensor
-from slipstream.model import build, files, state
+from slipstream.model import build, files, load_state, state
 
 Metrics = dict[str, Any]
 
@@ -41,38 +53,40 @@ class Learner:
         self.model.eval()
         self.vocabulary = int(self.model.config.get_text_config().vocab_size)
         self.optimizer = adamw(self.model, run.trainer, learning_rate or run.trainer.learning_rate)
-        self._index_M: torch.Tensor | None = None
-        self.model.get_output_embeddings().register_forward_pre_hook(self._select)
+        self.objective = Objective(run.algorithm, run.rollout.max_new_tokens)
+        self._policy = _Scorer(self.model, run.trainer.logit_rows)
+        self._reference: _Scorer | None = None
 
     def step(self, groups: Sequence[Group], step: int) -> Metrics:
         """Optimizer step `step` on a batch. A batch in which no group has a signal changes nothing, not even the moments.
 
         Raises InvalidInput for malformed samples and SlipstreamError for a non-finite gradient, both with nothing applied.
         """
-        algorithm = self.run.algorithm
-        rows = trained_rows(groups, step, algorithm.normalize_std)
+        samples = sample_rows(groups, step)
+        if self.objective.kl_in_reward:
+            samples = self._with_reference(samples)
+        rows = with_advantages(groups, samples, self.objective)
+        if self.objective.kl_in_loss:
+            [rows] = self._with_reference([rows])
         batches = microbatches(rows, self.run.trainer.tokens_per_microbatch)
-        tokens = sum(len(row.index) for row in rows)
         loss, entropies, ratios, grad_norm = 0.0, [], [], 0.0
         for batch in batches:
-            logprobs_M, entropy_M = self.forward(batch)
-            behaviour_M = torch.from_numpy(batch.behaviour).to(logprobs_M)
-            advantages_M = torch.from_numpy(batch.advantages).to(logprobs_M)
-            share = losses.token_mean(losses.clipped_policy_loss(
-                logprobs_M, behaviour_M, advantages_M, algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip), tokens)
+            logprobs_M, entropy_M = self.forward(batch, bool(self.run.algorithm.entropy_coefficient))
+            inputs = _loss_inputs(batch, logprobs_M, entropy_M)
+            share = self.objective.loss(inputs)
             share.backward()
             loss += share.item()
-            entropies.append(entropy_M.numpy())
-            ratios.append((logprobs_M.detach() - behaviour_M).numpy())
+            entropies.append(entropy_M.detach().numpy())
+            ratios.append((logprobs_M.detach() - inputs.behaviour).numpy())
         if batches:
             grad_norm = clipped_step(self.optimizer, self.model.parameters(), self.run.trainer.max_grad_norm, f"batch {step}")
-        advantages = _joined([b.advantages for b in batches])
         return {
             **batch_metrics(groups, step),
-            **losses.divergence(
-                _joined(ratios), advantages, _joined([b.lags for b in batches]), algorithm.clip_low, algorithm.clip_high),
-            "loss": loss, "grad_norm": grad_norm, "trained_tokens": tokens, "microbatches": len(batches),
-            "entropy": float(_joined(entropies).mean()) if tokens else 0.0,
+            **diagnostics.divergence(
+                _joined(ratios), _joined([b.advantages for b in batches]), _joined([b.fresh for b in batches], bool),
+                self.run.algorithm.clip_low, self.run.algorithm.clip_high),
+            "loss": loss, "grad_norm": grad_norm, "trained_tokens": sum(len(row.index) for row in rows),
+            "microbatches": len(batches), "entropy": float(_joined(entropies).mean()) if batches else 0.0,
             "learning_rate": self.optimizer.param_groups[0]["lr"],
         }
 
@@ -82,24 +96,38 @@ class Learner:
         set_learning_rate(self.optimizer, learning_rate)
         for batch in microbatches(rows, self.run.trainer.tokens_per_microbatch):
             logprobs_M, _ = self.forward(batch)
-            share = losses.token_mean(-logprobs_M, tokens)
+            share = -logprobs_M.sum() / max(tokens, 1)
             share.backward()
             loss += share.item()
         clipped_step(self.optimizer, self.model.parameters(), self.run.trainer.max_grad_norm, what)
         return loss
 
-    def forward(self, batch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, batch: Microbatch, entropy_gradient: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities of the targets (with gradient) and entropies: two [M]. Raises InvalidInput for unknown tokens."""
         if len(batch.inputs) and not (
                 batch.inputs.min() >= 0 and max(batch.inputs.max(), batch.targets.max()) < self.vocabulary):
             raise InvalidInput(f"a token is outside of the model's 0..{self.vocabulary - 1}", "TOKEN", field="tokens")
-        device = self.model.device
-        self._index_M = torch.from_numpy(batch.index).to(device)
-        try:
-            logits_M_V = self.model(input_ids=torch.from_numpy(batch.inputs).to(device), use_cache=False).logits[0]
-        finally:
-            self._index_M = None
-        return losses.log_probabilities(logits_M_V, torch.from_numpy(batch.targets).to(device))
+        return self._policy(batch, entropy_gradient)
+
+    def start_reference(self, first: Sequence[RawTensor] | None = None) -> None:
+        """Load the reference model of a KL term: a directory, else `first`, the weights of step 0, else those of now."""
+        algorithm = self.run.algorithm
+        settings = config.Model(path=algorithm.reference, dtype=self.run.model.dtype) if algorithm.reference else self.run.model
+        model, _ = build(settings, self.run.run.seed, self.run.deterministic)
+        if not algorithm.reference:
+            load_state(model, first or self.weights())
+        self._reference = _Scorer(model.eval().requires_grad_(False), self.run.trainer.logit_rows)
+
+    @torch.no_grad()
+    def _with_reference(self, samples: Sequence[Sequence[Row]]) -> list[list[Row]]:
+        """The rows with their log-probabilities under the reference model."""
+        assert self._reference is not None, "start_reference was not called"
+        found: dict[int, Row] = {}
+        for row in (row for rows in samples for row in rows):
+            [batch] = microbatches([row], len(row.inputs))
+            logprobs_M, _ = self._reference(batch)
+            found[id(row)] = replace(row, reference=logprobs_M.float().numpy())
+        return [[found[id(row)] for row in rows] for rows in samples]
 
     def start_rl(self, keep_optimizer: bool) -> None:
         """End of the warm-up: the run's learning rate, and fresh moments unless they are to be kept."""
@@ -129,12 +157,44 @@ class Learner:
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
+
+class _Scorer:
+    """A model as a function from a micro-batch to log-probabilities; only trained positions reach its output embedding."""
+
+    def __init__(self, model: Any, logit_rows: int) -> None:
+        self._model, self._head, self._logit_rows = model, output_head(model), logit_rows
+        self._index_M: torch.Tensor | None = None
+        self._hidden_M_H: torch.Tensor
+        model.get_output_embeddings().register_forward_pre_hook(self._select)
+
+    def __call__(self, batch: Microbatch, entropy_gradient: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        device = self._model.device
+        self._index_M = torch.from_numpy(batch.index).to(device)
+        try:
+            self._model(input_ids=torch.from_numpy(batch.inputs).to(device), use_cache=False)
+        finally:
+            self._index_M = None
+        targets_M = torch.from_numpy(batch.targets).to(device)
+        return chunked(self._hidden_M_H, self._head, targets_M, self._logit_rows, entropy_gradient)
+
     def _select(self, _: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
-        """Before the output embedding: keep only the positions that are trained, [R, T, H] -> [1, M, H]."""
+        """Before the output embedding: keep the trained positions, [R, T, H] -> [M, H], and let the model go on with none."""
         if self._index_M is None:
             return None
         hidden = inputs[0]
-        return (hidden.reshape(-1, hidden.shape[-1]).index_select(0, self._index_M).unsqueeze(0), *inputs[1:])
+        self._hidden_M_H = hidden.reshape(-1, hidden.shape[-1]).index_select(0, self._index_M)
+        return (hidden[:, :0], *inputs[1:])
+
+
+def _loss_inputs(batch: Microbatch, logprobs_M: torch.Tensor, entropy_M: torch.Tensor) -> LossInputs:
+    def like(values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values).to(logprobs_M)
+
+    device = logprobs_M.device
+    return LossInputs(
+        logprobs_M, entropy_M, like(batch.behaviour), like(batch.advantages), like(batch.weights),
+        torch.from_numpy(batch.rows).to(device), torch.from_numpy(batch.lags).to(device),
+        None if batch.reference is None else like(batch.reference))
 
 
 def batch_metrics(groups: Sequence[Group], step: int) -> Metrics:
@@ -152,5 +212,5 @@ def batch_metrics(groups: Sequence[Group], step: int) -> Metrics:
     }
 
 
-def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    return np.concatenate(parts) if parts else np.zeros(0)
+def _joined(parts: Sequence[np.ndarray], dtype: type = float) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.zeros(0, dtype)

@@ -32,6 +32,7 @@ from services.trainer.checkpoint import Checkpoints, Header
 from services.trainer.learner import Learner, Metrics, Snapshot
 from services.trainer.publish import Publisher
 from services.trainer.records import Records
+from services.trainer.reference import start_reference
 from services.trainer.warmup import warm_up
 from slipstream import logs, rpc, telemetry
 from slipstream.errors import Conflict, SlipstreamError
@@ -129,6 +130,7 @@ class TrainerLoop:
             self._rewards.extend(header.notes.get("rewards", []))
             self._submitted = (-1, header.step)
             await self._commit(header)  # a predecessor may have died before it could
+        await start_reference(self.learner, self.checkpoints, self._in_torch)
         self.records.resume(self.step)
         self.publisher = Publisher(
             self.context, self.incarnation, await self._in_torch(self.learner.files), self.telemetry.publish_seconds.observe,

@@ -16,16 +16,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from services.trainer.losses import grpo_advantages
+from services.trainer.algorithms.advantages import nothing_to_compare
+from services.trainer.algorithms.objective import Objective, group_numbers
 from slipstream.errors import InvalidInput
-from slipstream.sample import Sample, Segment
+from slipstream.sample import FINISH_LENGTH, Sample, Segment
 
 PAD_ID = 0  # any id would do
-MIXED = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +49,17 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One segment, ready to be padded. The last three are per trained token, [M]."""
+    """One segment, ready to be padded. Arrays after `index` are per trained token, [M]."""
 
     inputs: np.ndarray  # int32 [T]
     index: np.ndarray  # int64 [M]: position in `inputs` that predicts the token
     targets: np.ndarray  # int32 [M]
     behaviour: np.ndarray  # float32 [M]: log-probability under the sampler
-    lags: np.ndarray  # int64 [M]: of the token, or MIXED where the segment's cache was filled by several versions
-    advantage: float
+    lags: np.ndarray  # int64 [M]: (step - 1) - step of the version that sampled the token
+    one_version: bool = True  # else the cache of the segment was filled by several versions
+    advantage: float = 0.0
+    weight: float = 0.0  # of each of its tokens in the loss
+    reference: np.ndarray | None = None  # float32 [M]: log-probability under the reference model
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,29 +68,53 @@ class Microbatch:
 
     inputs: np.ndarray  # int64 [R, T]
     index: np.ndarray  # int64 [M]: row * T + position
+    rows: np.ndarray  # int64 [M]: row of the token
     targets: np.ndarray  # int64 [M]
     behaviour: np.ndarray  # float32 [M]
     advantages: np.ndarray  # float32 [M]
+    weights: np.ndarray  # float64 [M]
     lags: np.ndarray  # int64 [M]
+    fresh: np.ndarray  # bool [M]: sampled with the very weights that are trained now
+    reference: np.ndarray | None  # float32 [M]
 
 
-def trained_rows(groups: Sequence[Group], step: int, normalize_std: bool = True) -> list[Row]:
-    """Rows of the samples that have a signal, of optimizer step `step`. Groups without one are left out altogether.
+def sample_rows(groups: Sequence[Group], step: int) -> list[list[Row]]:
+    """Rows of every sample, in the order of group and sample index; their advantages are not known yet.
 
     Raises InvalidInput that names draw and sample when a segment is malformed.
     """
-    rows = []
+    found = []
     for group in groups:
-        members = sorted(group.members, key=lambda m: m.index)
-        advantages_G = grpo_advantages(np.array([m.reward for m in members]), normalize_std)
-        for member, advantage in zip(members, advantages_G.tolist(), strict=True):
-            if advantage == 0.0:
-                continue
-            for i, segment in enumerate(member.sample.segments):
-                place = f"draw {group.draw}, sample {member.index}, segment {i}"
-                if row := _row(segment, step, group.mask_below_step, advantage, place):
-                    rows.append(row)
-    return rows
+        for member in sorted(group.members, key=lambda m: m.index):
+            place = f"draw {group.draw}, sample {member.index}, segment"
+            rows = (_row(s, step, group.mask_below_step, f"{place} {i}") for i, s in enumerate(member.sample.segments))
+            found.append([row for row in rows if row])
+    return found
+
+
+def trained_rows(groups: Sequence[Group], step: int, objective: Objective) -> list[Row]:
+    """Rows of optimizer step `step` that have something to say, with advantages and weights. Raises as `sample_rows`."""
+    return with_advantages(groups, sample_rows(groups, step), objective)
+
+
+def with_advantages(groups: Sequence[Group], samples: Sequence[Sequence[Row]], objective: Objective) -> list[Row]:
+    """The rows of `sample_rows`, with advantages and weights of the whole step. Rows that cannot move anything are left out."""
+    members = [m for group in groups for m in sorted(group.members, key=lambda m: m.index)]
+    terms = objective.samples(
+        np.array([m.reward for m in members]), group_numbers([len(g.members) for g in groups]),
+        np.array([sum(len(row.index) for row in rows) for rows in samples], np.int64),
+        np.array([m.sample.finish_reason == FINISH_LENGTH for m in members], bool),
+        np.array([sum(_divergence(row) for row in rows) for rows in samples]) if objective.kl_in_reward else None)
+    return [
+        replace(row, advantage=advantage, weight=weight)
+        for rows, advantage, weight in zip(samples, terms.advantages.tolist(), terms.weights.tolist(), strict=True)
+        if weight and (advantage or objective.moves_without_advantage) for row in rows]
+
+
+def _divergence(row: Row) -> float:
+    """Sum of k1 = log mu - log ref over the row's trained tokens."""
+    assert row.reference is not None
+    return float((row.behaviour.astype(np.float64) - row.reference).sum())
 
 
 def microbatches(rows: Sequence[Row], tokens_per_microbatch: int) -> list[Microbatch]:
@@ -103,7 +130,7 @@ def microbatches(rows: Sequence[Row], tokens_per_microbatch: int) -> list[Microb
 
 def without_signal(groups: Sequence[Group]) -> int:
     """Number of groups whose rewards are all equal."""
-    return sum(len({m.reward for m in g.members}) < 2 for g in groups)
+    return sum(nothing_to_compare(np.array([m.reward for m in g.members])) for g in groups)
 
 
 def lag_histogram(groups: Sequence[Group], step: int) -> Counter[int]:
@@ -117,7 +144,7 @@ def lag_histogram(groups: Sequence[Group], step: int) -> Counter[int]:
     return histogram
 
 
-def _row(segment: Segment, step: int, mask_below_step: int, advantage: float, place: str) -> Row | None:
+def _row(segment: Segment, step: int, mask_below_step: int, place: str) -> Row | None:
     positions = np.flatnonzero(segment.loss_mask)
     if not len(positions):
         return None
@@ -135,8 +162,9 @@ def _row(segment: Segment, step: int, mask_below_step: int, advantage: float, pl
         return None
     positions = positions[kept]
     versions = {(span.version, span.incarnation) for span in segment.spans}
-    lags = step - 1 - steps[kept] if len(versions) == 1 else np.full(len(positions), MIXED)
-    return Row(segment.tokens[:-1], positions - 1, segment.tokens[positions], segment.logprobs[kept], lags, advantage)
+    return Row(
+        segment.tokens[:-1], positions - 1, segment.tokens[positions], segment.logprobs[kept], step - 1 - steps[kept],
+        len(versions) == 1)
 
 
 def _pad(rows: Sequence[Row]) -> Microbatch:
@@ -145,11 +173,21 @@ def _pad(rows: Sequence[Row]) -> Microbatch:
     for i, row in enumerate(rows):
         inputs[i, : len(row.inputs)] = row.inputs
     counts = [len(row.index) for row in rows]
+
+    def per_token(values: Sequence[float], dtype: type = np.float32) -> np.ndarray:
+        return np.repeat(np.array(values, dtype), counts)
+
+    numbers, lags = per_token(range(len(rows)), np.int64), np.concatenate([row.lags for row in rows]).astype(np.int64)
+    references = [row.reference for row in rows if row.reference is not None]
     return Microbatch(
         inputs,
-        np.concatenate([row.index for row in rows]) + np.repeat(np.arange(len(rows)) * width, counts),
+        np.concatenate([row.index for row in rows]) + numbers * width,
+        numbers,
         np.concatenate([row.targets for row in rows]).astype(np.int64),
         np.concatenate([row.behaviour for row in rows]).astype(np.float32),
-        np.repeat(np.array([row.advantage for row in rows], np.float32), counts),
-        np.concatenate([row.lags for row in rows]).astype(np.int64),
+        per_token([row.advantage for row in rows]),
+        per_token([row.weight for row in rows], np.float64),
+        lags,
+        (lags == 0) & per_token([row.one_version for row in rows], np.bool_),
+        np.concatenate(references) if references else None,
     )

@@ -25,6 +25,7 @@ from typing import NamedTuple, TypeVar
 from services.trainer.batches import assemble
 from services.trainer.checkpoint import Checkpoints
 from services.trainer.learner import Learner
+from services.trainer.reference import start_reference
 from slipstream import batch_log, logs
 from slipstream.config import RunFile, load
 from slipstream.errors import ConfigError, InvalidInput, NotFound, SlipstreamError
@@ -87,6 +88,7 @@ class Replay:
         await self._checkpoints.open()
         header, snapshot = await self._checkpoints.load_at(most)
         await asyncio.to_thread(self.learner.load, snapshot)
+        await start_reference(self.learner, self._checkpoints, asyncio.to_thread)
         self.step = header.step
         return self.step
 

@@ -60,7 +60,7 @@ def row(tokenizer: Any, reset: Reset) -> Row:
     tokens = np.array([*prompt, *answer], np.int32)
     index = np.arange(len(prompt) - 1, len(tokens) - 1)
     nothing = np.zeros(len(answer))
-    return Row(tokens[:-1], index, tokens[index + 1], nothing.astype(np.float32), nothing.astype(np.int64), 0.0)
+    return Row(tokens[:-1], index, tokens[index + 1], nothing.astype(np.float32), nothing.astype(np.int64))
 
 
 def prompt_tokens(tokenizer: Any, reset: Reset) -> Sequence[int]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.trainer.packing import MIXED, Group, Member, lag_histogram, microbatches, trained_rows, without_signal
+from services.trainer.packing import Group, Member, lag_histogram, microbatches, trained_rows, without_signal
 from slipstream.errors import InvalidInput
 from slipstream.sample import Sample, Segment, Span
-from tests.trainer_samples import groups, segment
+from tests.trainer_samples import OBJECTIVE, groups, segment
 
 
 def one(*segments: Segment, mask_below_step: int = 0) -> Group:
@@ -18,7 +18,7 @@ def one(*segments: Segment, mask_below_step: int = 0) -> Group:
 
 def test_the_worked_example():
     """Tokens 5 6 7 8 9 with mask 0 0 0 1 1: inputs 5 6 7 8, predicting positions 2 3, targets 8 9."""
-    row = trained_rows([one(segment([5, 6, 7], [8, 9], [-0.5, -0.25], step=3))], step=5)[0]
+    row = trained_rows([one(segment([5, 6, 7], [8, 9], [-0.5, -0.25], step=3))], 5, OBJECTIVE)[0]
     assert row.inputs.tolist() == [5, 6, 7, 8]
     assert row.index.tolist() == [2, 3]
     assert row.targets.tolist() == [8, 9]
@@ -32,7 +32,7 @@ def test_round_trip(budget):
     """Every trained token is found again, once, with its own prefix, log-probability and advantage, for any budget."""
     batch = groups(6, 4, seed=3)
     found = []
-    for micro in microbatches(trained_rows(batch, 1), budget):
+    for micro in microbatches(trained_rows(batch, 1, OBJECTIVE), budget):
         width = micro.inputs.shape[1]
         assert micro.inputs.size <= budget or len(micro.inputs) == 1
         for m, place in enumerate(micro.index):
@@ -49,7 +49,7 @@ def test_round_trip(budget):
 
 def test_the_same_batch_gives_the_same_tensors():
     """Packing is a pure function of the batch, longest rows first."""
-    first, second = (microbatches(trained_rows(groups(seed=5), 1), 64) for _ in range(2))
+    first, second = (microbatches(trained_rows(groups(seed=5), 1, OBJECTIVE), 64) for _ in range(2))
     for a, b in zip(first, second, strict=True):
         np.testing.assert_array_equal(a.inputs, b.inputs)
         np.testing.assert_array_equal(a.index, b.index)
@@ -60,13 +60,13 @@ def test_the_same_batch_gives_the_same_tensors():
 def test_groups_without_signal_are_left_out():
     """Equal rewards and single samples give no rows at all, whatever their tokens."""
     batch = [*groups(2, rewards=(0.3,)), Group(9, groups(1)[0].members[:1])]
-    assert trained_rows(batch, 1) == []
+    assert trained_rows(batch, 1, OBJECTIVE) == []
     assert without_signal(batch) == 3
 
 
 def test_segments_are_rows_but_samples_are_counted():
     """A sample of two segments is two rows with one advantage, computed among samples."""
-    rows = trained_rows([one(segment([2, 3], [4]), segment([2, 3, 4, 5], [6, 7]))], 1)
+    rows = trained_rows([one(segment([2, 3], [4]), segment([2, 3, 4, 5], [6, 7]))], 1, OBJECTIVE)
     assert [len(row.targets) for row in rows] == [1, 2, 1]
     assert rows[0].advantage == rows[1].advantage == -rows[2].advantage
 
@@ -75,7 +75,7 @@ def test_tokens_between_turns_are_context():
     """A tool's tokens in the middle of a segment are inputs, never targets."""
     tokens = np.array([2, 3, 4, 5, 6, 7], np.int32)
     mask = np.array([0, 1, 0, 0, 1, 1], bool)
-    row = trained_rows([one(Segment(tokens, mask, np.full(3, -1, np.float32), (Span(1, 0, 1, 3),)))], 1)[0]
+    row = trained_rows([one(Segment(tokens, mask, np.full(3, -1, np.float32), (Span(1, 0, 1, 3),)))], 1, OBJECTIVE)[0]
     assert row.targets.tolist() == [3, 6, 7]
     assert row.index.tolist() == [0, 3, 4]
 
@@ -84,12 +84,12 @@ def test_tokens_below_the_mask_step_are_context():
     """Over-lag policy `mask`: old tokens stay in the inputs and leave the loss; a row without any left disappears."""
     both = Segment(np.array([2, 3, 4, 5], np.int32), np.array([0, 1, 1, 1], bool), np.array([-1, -2, -3], np.float32),
                    (Span(5, 4, 1, 1), Span(7, 6, 1, 2)))
-    row = trained_rows([one(both, mask_below_step=6)], 8)[0]
+    row = trained_rows([one(both, mask_below_step=6)], 8, OBJECTIVE)[0]
     assert row.targets.tolist() == [4, 5]
     assert row.behaviour.tolist() == [-2, -3]
-    assert row.lags.tolist() == [MIXED, MIXED], "two versions filled this segment's cache"
+    assert not row.one_version, "two versions filled this segment's cache"
     assert row.inputs.tolist() == [2, 3, 4]
-    assert trained_rows([one(both, mask_below_step=7)], 8) == []
+    assert trained_rows([one(both, mask_below_step=7)], 8, OBJECTIVE) == []
 
 
 def test_lags_are_counted_per_token():
@@ -109,5 +109,5 @@ def test_lags_are_counted_per_token():
 def test_malformed_samples_are_named(broken, reason):
     """Draw, sample and segment are in the message; nothing malformed is trained."""
     with pytest.raises(InvalidInput, match="draw 7, sample 0, segment 0") as caught:
-        trained_rows([one(broken)], 1)
+        trained_rows([one(broken)], 1, OBJECTIVE)
     assert caught.value.reason == reason

@@ -15,7 +15,7 @@ VARIANCE_EPS = 1e-8
 
 def nothing_to_compare(rewards_G: np.ndarray) -> bool:
     """Whether a group has no signal: fewer than two samples, or equal rewards."""
-    return len(rewards_G) < 2 or rewards_G.max() == rewards_G.min()
+    return len(rewards_G) < 2 or bool(rewards_G.max() == rewards_G.min())
 
 
 def grpo(rewards_G: np.ndarray) -> np.ndarray:

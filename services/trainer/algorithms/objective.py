@@ -52,6 +52,21 @@ class Objective:
             settings.clip_low, settings.clip_high, settings.dual_clip, settings.tau_positive, settings.tau_negative)
         self._policy_loss = policy_losses.LOSSES[settings.policy_loss]
 
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether a divergence from the reference model is taken off the rewards."""
+        return self.settings.kl != "none" and self.settings.kl_in == "reward"
+
+    @property
+    def kl_in_loss(self) -> bool:
+        """Whether it is a term of the loss."""
+        return self.settings.kl != "none" and self.settings.kl_in == "loss"
+
+    @property
+    def moves_without_advantage(self) -> bool:
+        """Whether a token whose advantage is 0 can have a gradient."""
+        return self.kl_in_loss or self.settings.entropy_coefficient != 0
+
     def samples(
         self, rewards_S: np.ndarray, groups_S: np.ndarray, tokens_S: np.ndarray, truncated_S: np.ndarray,
         divergence_S: np.ndarray | None = None,
@@ -88,7 +103,8 @@ class Objective:
         anchor_M = self._anchor(tokens)
         loss_M = self._policy_loss(Tokens(pi_M, anchor_M, tokens.advantages, tokens.rows), self._clip)
         loss_M = loss_M * self._correction(tokens, anchor_M)
-        if tokens.reference is not None:
+        if self.kl_in_loss:
+            assert tokens.reference is not None
             loss_M = loss_M + settings.kl_coefficient * divergences.ESTIMATES[settings.kl](pi_M, tokens.reference)
         if settings.entropy_coefficient:
             loss_M = loss_M - settings.entropy_coefficient * tokens.entropy
