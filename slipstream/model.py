@@ -13,6 +13,11 @@ Example:
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import inspect
+import re
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,6 +37,7 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
     PreTrainedTokenizerFast,
+    modeling_rope_utils,
 )
 from transformers.initialization import no_init_weights
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -261,6 +267,7 @@ def _fresh(build: config.Build, dtype: torch.dtype, experts: str, seed: int) -> 
     if not build.tokenizer_chars:
         raise ConfigError("model.build.tokenizer_chars is empty: a built model needs an alphabet; set it")
     tokenizer = character_tokenizer(build.tokenizer_chars)
+    _known(build)
     settings = {"vocab_size": len(tokenizer), **build.config}
     if settings["vocab_size"] < len(tokenizer):
         raise ConfigError(
@@ -276,6 +283,25 @@ def _fresh(build: config.Build, dtype: torch.dtype, experts: str, seed: int) -> 
         except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, ArithmeticError) as error:
             raise ConfigError(f"model.build.config does not make a {build.model_type} model: {_one_line(error)}") from error
     return model, tokenizer
+
+
+def _known(build: config.Build) -> None:
+    """Raises ConfigError for a key that transformers would take and nobody would read: most often a typing error.
+
+    Some keys that are read are no field of the configuration class (qwen3_moe's head_dim), so the model's code decides.
+    """
+    kind: Any = CONFIG_MAPPING[build.model_type]
+    fields = {f.name for f in dataclasses.fields(kind)} | set(kind.attribute_map)
+    if not (doubtful := [key for key in build.config if key not in fields]):
+        return
+    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
+    modules = [sys.modules[kind.__module__], modeling_rope_utils, *([sys.modules[model.__module__]] if model else [])]
+    read = set(re.findall(r"\w+", "".join(inspect.getsource(module) for module in modules)))
+    for key in doubtful:
+        if key not in read:
+            near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
+            raise ConfigError(f"model.build.config.{key} is unknown to {build.model_type}; "
+                              + (f"did you mean {near[0]!r}?" if near else "remove it"))
 
 
 def _kernel(shape: Any, experts: str) -> dict[str, str]:

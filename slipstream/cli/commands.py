@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from slipstream import cli
+
+if TYPE_CHECKING:
+    from slipstream.config import RunFile
 
 app = typer.Typer(
     name="slipstream", add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
@@ -35,7 +38,8 @@ def run(
     run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="Run file.")],
     set_: Annotated[list[str] | None, typer.Option(
         "--set", metavar="KEY=VALUE", help="Override a setting: --set schedule.max_lag=1. Repeatable.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved run file and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option(
+        "--dry-run", help="Print the resolved run file, say everything that cannot work, and stop.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of the live view.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete what the run folder holds and start over.")] = False,
     debug: Debug = False,
@@ -46,10 +50,21 @@ def run(
     settings = load(run_file, set_ or [])
     if dry_run:
         from slipstream.cli.toml_text import dumps
-        print(dumps(settings.model_dump(mode="json")), end="")
-        return
+        print(dumps(settings.model_dump(mode="json")), end="", flush=True)
+        raise typer.Exit(_complain(settings))
     from slipstream.cli import run as command
     raise typer.Exit(command.run(settings, command.Options(plain=plain, fresh=fresh, debug=debug, started=cli.STARTED)))
+
+
+def _complain(settings: RunFile) -> int:
+    """Print what cannot work, one line each; 2 when there is something."""
+    import asyncio
+
+    from slipstream.cli import preflight
+    found = asyncio.run(preflight.problems(settings))
+    for problem in found:
+        print(f"slipstream: {problem}", file=sys.stderr)
+    return 2 if found else 0
 
 
 @app.command()

@@ -7,12 +7,15 @@ that whatever it loads stays out of the supervisor.
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib.util
+import inspect
 import json
 import os
 import re
 import socket
 import sys
+import tempfile
 from pathlib import Path
 
 from slipstream.config import Environment, RunFile
@@ -29,6 +32,40 @@ async def check(run: RunFile) -> None:
     await redis(run)
     await asyncio.gather(*(environment(settings) for settings in run.environments))
     buffer_port(run)
+
+
+async def problems(run: RunFile) -> list[str]:
+    """Everything that `check` would refuse, and whether the model can be built and run: for --dry-run, which has the time."""
+    found: list[str] = []
+    looks = [model, packages, redis, *(functools.partial(_of_one, e) for e in run.environments), buffer_port, built_model]
+    for look in looks:
+        try:
+            result = look(run)
+            if inspect.isawaitable(result):
+                await result
+        except ConfigError as error:
+            found.append(error.message)
+    return found
+
+
+async def _of_one(settings: Environment, run: RunFile) -> None:
+    await environment(settings)
+
+
+async def built_model(run: RunFile) -> None:
+    """The model that is to be built can be built and run: tried in a process of its own, which loads torch."""
+    if run.model.build is None or importlib.util.find_spec("transformers") is None:
+        return
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(run.model_dump(mode="json"), file)
+        file.flush()
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "services.trainer.check", "--run-file", file.name,
+            stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE)
+        _, said = await process.communicate()
+    if process.returncode:
+        lines = said.decode(errors="replace").strip().splitlines()
+        raise ConfigError(lines[-1] if lines else "model.build: trying it ended the process")
 
 
 def model(run: RunFile) -> None:

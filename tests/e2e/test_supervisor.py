@@ -264,16 +264,17 @@ def test_status_and_watch_follow_a_live_run(driven: Driven) -> None:
 
 
 def test_same_settings_resume_others_are_refused(driven: Driven) -> None:
-    """The folder's run goes on with the same run file; other settings need --fresh or another name."""
-    driven.write({"trainer-0": [{"exit": 0, "after_s": 0}]})
-    for _ in range(2):
+    """The folder's run goes on with the same run file, or with more steps; other settings need --fresh or another name."""
+    for steps in (100, 100, 200):
+        driven.write({"trainer-0": [{"exit": 0, "after_s": 0}]}, steps=steps)
         driven.start()
         code, output = driven.end()
         assert code == 0 and "the view failed" not in output
-    driven.write({}, steps=7)
+    assert (read_json(driven.folder.run_file) or {})["run"]["steps"] == 200
+    driven.write({}, more="schedule.max_lag = 1")
     driven.start()
     code, output = driven.end()
-    assert code == 2 and "run.steps was 100 and is 7" in output and "--fresh" in output
+    assert code == 2 and "schedule.max_lag was 2 and is 1" in output and "--fresh" in output
 
 
 def test_a_run_that_does_not_get_on_ends_with_what_it_waited_for(driven: Driven) -> None:

@@ -74,12 +74,30 @@ def test_the_supervisor_loads_no_model_code() -> None:
 
 def test_dry_run_prints_a_run_file(run_file: Path, tmp_path: Path) -> None:
     """--dry-run resolves defaults and --set into TOML that loads to the same settings."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").touch()
+    run_file.write_text(run_file.read_text().replace('build = { model_type = "qwen3_moe" }', 'path = "model"'))
     text = slipstream(
         "run", str(run_file), "--set", "schedule.max_lag=1", "--set", "run.target_reward=0.8", "--dry-run", cwd=tmp_path)
     assert tomllib.loads(text)["schedule"]["max_lag"] == 1
     (tmp_path / "resolved.toml").write_text(text)
     assert load(tmp_path / "resolved.toml") == load(run_file, ["schedule.max_lag=1", "run.target_reward=0.8"])
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_dry_run_says_everything_that_cannot_work(run_file: Path, tmp_path: Path) -> None:
+    """Not the first problem but all: a scorer that is none, a Redis that is away, a model that is built and cannot run."""
+    model = 'build = { model_type = "qwen3_moe", tokenizer_chars = "01", config = { num_experts = 2, num_hidden_layers = 1, ' \
+        'hidden_size = 32, head_dim = 16, num_experts_per_tok = 3 } }'
+    run_file.write_text(
+        run_file.read_text().replace('build = { model_type = "qwen3_moe" }', model) + 'scorer = "exakt"\n')
+    said = slipstream(
+        "run", str(run_file), "--dry-run", "--set", "buffer.redis=redis://127.0.0.1:1", cwd=tmp_path, code=2).splitlines()
+    assert len(said) == 3 and all(line.startswith("slipstream: ") for line in said), said
+    assert "buffer.redis = redis://127.0.0.1:1 does not answer" in said[0]
+    assert "environments.sort.scorer = 'exakt' is not a scorer" in said[1]
+    assert "model.build.config: the model can be built, but a forward pass fails (RuntimeError: selected index k" in said[2]
 
 
 def test_config_commands(tmp_path: Path) -> None:

@@ -73,8 +73,9 @@ def test_missing_and_broken_files_are_one_line(tmp_path):
 
 
 def test_hash_follows_what_workers_must_agree_on():
-    """Another folder or worker count is the same run; another learning rate is not."""
+    """Another folder or worker count is the same run, and so is one that trains longer; another learning rate is not."""
     base = parse(MINIMAL).hash
+    assert parse({**MINIMAL, "run": {"name": "a", "steps": 7, "target_reward": 0.5}}).hash == base
     assert parse({**MINIMAL, "run": {"name": "a", "folder": "/x"}, "rollout": {"workers": 9}}).hash == base
     assert parse({**MINIMAL, "trainer": {"learning_rate": 1e-5}}).hash != base
 
