@@ -1,7 +1,7 @@
 """Faults that users of other systems reported, each as a small change of our own code that brings it back.
 
 A fault names the case of docs/cases.md, its public origin, the change, and the test that has to notice it. The change is text
-for text, so that it says loudly when the code around it has moved on.
+for text, so that it says loudly when the code around it has moved on: then plant it anew where it belongs now.
 """
 
 from __future__ import annotations
@@ -82,13 +82,18 @@ FAULTS = (
         "slipstream/service.py", "return self.awaited[1] > self.run.service.stall_s", "return False",
         "tests/contract/test_service.py::test_a_wait_that_lasts_too_long_is_a_stall", "stalled: waiting for batch 7"),
     Fault(
+        5, "a dead fleet passes for a long generation", "Relax#10",
+        "services/buffer/stalls.py", 'elif faults == self._faults and samples.get("leased", 0) and self._kept_alive:',
+        'elif samples.get("leased", 0):',
+        "tests/unit/test_stalls.py::test_a_long_generation_is_no_stall_and_a_dead_fleet_is", "a worker died"),
+    Fault(
         6, "answers are scored one after the other", "verl#6673",
         "services/reward/sandbox.py", "patience_s = min(PATIENCE_S, limit_s / 2)", "patience_s = limit_s",
         "tests/unit/test_scorers.py::test_one_hanging_answer_holds_back_nobody", "order[-1] == 100"),
     Fault(
         6, "no time limit for a scorer", "verl#6673",
         "services/reward/sandbox.py", "async with asyncio.timeout(limit_s - patience_s):", "async with asyncio.timeout(None):",
-        "tests/unit/test_scorers.py::test_one_hanging_answer_holds_back_nobody", HANGS),
+        "tests/unit/test_scorers.py::test_a_backtracking_pattern_is_killed", "signal 14"),
     Fault(
         7, "a resume waits for rollouts before it publishes", "prime-rl#3004",
         "services/trainer/loop.py",
@@ -117,7 +122,8 @@ FAULTS = (
     Fault(
         11, "a batch that is asked for again is composed again", "SkyRL#2035",
         f"{_SCRIPTS}/number_batch.lua", "if batch <= numbered then return finish({numbered = true}) end", "",
-        "tests/unit/test_resume.py::test_a_full_buffer_does_not_hold_up_a_resume", "== [[0], [1]]", fast=True),
+        f"{_BATCHES}::test_a_restarted_trainer_gets_the_same_batches_and_fences_the_old_one[valkey-9]",
+        "ledger.number_batch(6, 2)).numbered", fast=True),
     Fault(
         12, "a full buffer refuses what is numbered", "NeMo-RL#3066",
         f"{_SCRIPTS}/number_batch.lua", "if batch <= numbered then return finish({numbered = true}) end",

@@ -6,6 +6,7 @@ Every fault runs in `make test-planted`; `make test` plants a few and looks whet
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -74,10 +75,20 @@ def test_without_a_fault_all_of_them_pass(tree: Path) -> None:
 def test_every_fault_still_fits_the_code(fault: Fault) -> None:
     """When this fails the code has moved on: plant the fault anew where it belongs now."""
     assert (ROOT / fault.path).read_text().count(fault.old) == 1, f"{fault.path} does not contain, once: {fault.old}"
-    path, _, test = fault.caught_by.partition("::")
-    assert f"def {test.partition('[')[0]}(" in (ROOT / path).read_text(), f"there is no test {fault.caught_by}"
+    assert defined(*fault.caught_by.partition("[")[0].split("::")), f"there is no test {fault.caught_by}"
 
 
-def test_every_case_is_planted() -> None:
-    """Cases 1 to 17 are those of the services; the later ones are numerics, with oracles of their own."""
-    assert {f.case for f in FAULTS} == set(range(1, 18))
+def test_the_table_of_cases_is_true() -> None:
+    """docs/cases.md has each of the 17 cases once; the tests that it names exist, and include those that catch the faults."""
+    rows = re.findall(r"^\| (\d+) \|(.*)\|(.*)\|(.*)\|$", (ROOT / "docs" / "cases.md").read_text(), re.MULTILINE)
+    assert [int(case) for case, *_ in rows] == list(range(1, 18))
+    for case, reported, _, tests in rows:
+        faults = [f for f in FAULTS if f.case == int(case)]
+        assert faults and all(origin in reported for f in faults for origin in f.origin.split(", ")), f"case {case}"
+        named = re.findall(r"`(\S+)::(\S+)`", tests)
+        assert named and not [n for n in named if not defined(*n)], f"case {case}: {named}"
+        assert set(named) >= {(*f.caught_by.partition("[")[0].split("::"),) for f in faults}, f"case {case}"
+
+
+def defined(path: str, test: str) -> bool:
+    return f"def {test}(" in (ROOT / path).read_text()
