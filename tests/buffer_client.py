@@ -53,6 +53,7 @@ class Client:
     policy: Any
     sessions: Any
     incarnation: int = 0
+    address: str = ""
 
     async def lease(self, count: int = 100, wait_s: float = 5, **fields: Any) -> samples_pb2.LeaseSamplesResponse:
         return await rpc.call(self.samples.LeaseSamples, samples_pb2.LeaseSamplesRequest(
@@ -168,7 +169,7 @@ async def buffer(redis: RedisProcess, folder: Path, run: RunFile | None = None, 
         yield Client(
             front, samples_pb2_grpc.SampleServiceStub(channel), scores_pb2_grpc.ScoreServiceStub(channel),
             batches_pb2_grpc.BatchServiceStub(channel), policy_pb2_grpc.PolicyServiceStub(channel),
-            sessions_pb2_grpc.SessionServiceStub(channel))
+            sessions_pb2_grpc.SessionServiceStub(channel), address=server.address)
         front.changes.close()
         await channel.close()
     await client.aclose()
