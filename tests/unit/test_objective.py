@@ -167,7 +167,8 @@ def test_a_reference_pulls_the_policy_back():
     def distance() -> float:
         [rows] = made._with_reference([[row for rows in sample_rows(batch, 1) for row in rows]])
         with torch.no_grad():
-            return sum(float((made.forward(microbatches([row], 10_000)[0])[0] - torch.from_numpy(row.reference)).abs().sum()) for row in rows)
+            moved = [made.forward(microbatches([row], 10_000)[0])[0] - torch.from_numpy(row.reference) for row in rows]
+        return sum(float(gap.abs().sum()) for gap in moved)
 
     before = distance()
     for step in range(1, 4):
@@ -190,3 +191,11 @@ def test_truncated_answers_are_known_from_their_finish_reason():
     plain, masked = Learner(run_file()), Learner(run_file(algorithm={"mask_truncated": True}))
     cut = batch[0].members[0].sample.generated_tokens
     assert plain.step(batch, 1)["trained_tokens"] - masked.step(batch, 1)["trained_tokens"] == cut
+
+
+def test_a_sample_of_average_reward_still_feels_the_other_terms():
+    """Its advantage is 0: plain GRPO need not look at it, a KL or entropy term must."""
+    batch = groups(2, size=3, seed=5, rewards=(0.0, 0.5, 1.0))
+    idle = sum(g.members[1].sample.generated_tokens for g in batch)
+    plain = Learner(run_file()).step(batch, 1)["trained_tokens"]
+    assert Learner(run_file(algorithm={"entropy_coefficient": 0.1})).step(batch, 1)["trained_tokens"] == plain + idle
