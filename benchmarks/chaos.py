@@ -14,8 +14,9 @@ and what the workers were told, never by the ledger. The weights are judged, too
 undisturbed run; free-running, every version is reproduced by `slipstream replay` from the batch log.
 
 Exit code 0 only if nothing is lost, repeated or left over, the weights are equal, and the run was really disturbed: in ten
-minutes at least 15 kills of each process, 60 batches, and three passages over every edge of the state machines that faults can
-reach (faults/edges.py names the others). In less time, proportionally less.
+minutes at least 15 kills and 15 stops of each kind of process, 15 resets, 15 lost replies and 15 delays, 60 batches, and three
+passages over every edge of the state machines that faults can reach (faults/edges.py names the others). In less time,
+proportionally less.
 
 `--plant repeat | loss` plants a fault in a service (faults/plants.py): the exit code must not be 0.
 """
@@ -29,6 +30,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -140,8 +142,8 @@ async def chaos(arguments: argparse.Namespace, site: Site, say: Any) -> tuple[Ou
             disturbed.unlink(missing_ok=True)
             await run.end()
     outcome = await judged(parse(settings), site, complaints)
-    if not outcome.judgement.clean:
-        say("lost or repeated samples: there is nothing to compare the weights with")
+    if complaints or not outcome.judgement.clean:
+        say("there is nothing to compare the weights with")
     elif arguments.schedule == "pinned":
         await undisturbed(arguments, site, disturbed, outcome, say)
     else:
@@ -212,7 +214,9 @@ def too_little(arguments: argparse.Namespace, outcome: Outcome, injector: Inject
     """What a run of these minutes should have been put through, and was not."""
     share = min(1.0, arguments.minutes / FULL_MINUTES)
     kills, batches, passages = int(KILLS * share), math.ceil(BATCHES * share), int(PASSAGES * share)
-    missing = [f"only {injector.kills(p)} kills of {p}, {kills} are needed" for p in PROCESSES if injector.kills(p) < kills]
+    hits = {f"{action}s of {process}": injector.counts[action, process] for action in ("kill", "stop") for process in PROCESSES}
+    hits |= {what: sum(injector.counts[action, link] for link in LINKS) for action, what in LINK_FAULTS.items()}
+    missing = [f"only {count} {what}, {kills} are needed" for what, count in hits.items() if count < kills]
     if outcome.judgement.batches < batches:
         missing.append(f"only {outcome.judgement.batches} batches, {batches} are needed")
     free = exempt(arguments.schedule == "pinned")
@@ -234,8 +238,8 @@ def report(arguments: argparse.Namespace, outcome: Outcome, injector: Injector, 
     figures = {
         "schedule": arguments.schedule, "minutes": arguments.minutes, "seed": arguments.seed, "seconds": seconds,
         "kills": injector.kills(), **{f"kills_{p}": injector.kills(p) for p in PROCESSES},
-        **{name: sum(counts[action, p] for p in PROCESSES) for name, action in (
-            ("stops", "stop"), ("resets", "reset"), ("lost_replies", "lost reply"), ("delays", "delay"))},
+        "stops": sum(counts["stop", p] for p in PROCESSES),
+        **{what.replace(" ", "_"): sum(counts[action, link] for link in LINKS) for action, what in LINK_FAULTS.items()},
         "batches": judgement.batches, "incarnations": judgement.incarnations, "resumed_steps": judgement.resumed,
         "samples_acknowledged": judgement.acknowledged, "samples_trained": judgement.trained,
         "samples_dropped_by_name": judgement.dropped, "lost": judgement.lost, "repeated": judgement.repeated,
@@ -278,6 +282,7 @@ def main() -> int:
     def say(text: str) -> None:
         print(f"{time.monotonic() - started:7.1f} s  {text}", flush=True)
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the run is ended, too
     outcome, injector = asyncio.run(chaos(arguments, site, say))
     return report(arguments, outcome, injector, time.monotonic() - started)
 

@@ -110,11 +110,11 @@ class Injector:
     async def _hit_link(self, fault: Fault) -> None:
         proxy = self._proxies[fault.target]
         if fault.action == "reset":
-            hit = proxy.reset(self._chance)
+            hit = proxy.reset()
         elif fault.action == "lost reply":
-            hit = await proxy.lose_reply(self._chance)
+            hit = await proxy.lose_reply()
         else:
-            hit = await proxy.delay(self._chance, fault.seconds)
+            hit = await proxy.delay(fault.seconds)
         if hit:
             self.counts[fault.action, fault.target] += 1
             self._tell(f"{fault.action} {fault.target}")

@@ -1,7 +1,7 @@
 """The task of a chaos run: sort digits, slowly and not always successfully.
 
-While the file `pace_file` exists an episode takes up to `pace_s` and a score up to 20 ms, so that every fault finds samples in
-every state and the run does not end before the faults do. Which episodes fail, and every score, is a function of what the
+While the file `pace_file` exists an episode takes up to `pace_s` and a score 50 ms, so that every fault finds samples in every
+state and the run does not end before the faults do. Which episodes fail, and every score, is a function of what the
 model said alone: with deterministic kernels the same samples fail whoever plays them and however often.
 """
 
@@ -15,11 +15,12 @@ from pathlib import Path
 from slipstream.environment import Action, Episode, Reset, Step, Task
 from slipstream.environments.sort_digits import SortDigits
 
-SCORE_S = 0.02
+SCORE_S = 0.05
+HOPELESS = 40
 
 
 class PacedSort(SortDigits):
-    """Sort digits. One answer in `fail_every` makes the episode fail, as a broken environment would."""
+    """Sort digits. One answer in `fail_every`, and every answer to one task in forty, makes the episode fail."""
 
     truncated_is_wrong = False
 
@@ -36,7 +37,7 @@ class PacedSort(SortDigits):
         said = zlib.crc32(f"{episode.reset.text}{action.text}".encode())
         if self.pace_s and self.pace_file.exists():
             await asyncio.sleep(self.pace_s * (said % 100) / 100)
-        if said % self.fail_every == 0:
+        if said % self.fail_every == 0 or zlib.crc32((episode.reset.text or "").encode()) % HOPELESS == 0:
             raise ValueError("this answer breaks the environment")
         if said % 3 == 0:  # some episodes bring their reward along, others are scored by the reward service
             return Step(done=True, reward=even_share(action.text))

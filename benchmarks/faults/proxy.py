@@ -3,7 +3,7 @@
 consumes      connections of clients (gRPC over TCP, Redis over a unix socket)    produces: the same bytes, most of the time
 waits for     bytes of either side    unblocked by: the end of either side, which ends the other
 
-Of what it carries it knows only where an answer begins. A fault hits one of the connections that are open at that moment:
+Of what it carries it knows only where an answer begins. A fault hits the connection that spoke last:
 
     reset         both sides get RST, in the middle of whatever they said
     lost reply    what the client says arrives and takes effect; the next answer is swallowed, then both sides get RST
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 import socket
 import struct
 from collections.abc import Callable
@@ -68,6 +67,7 @@ class Link:
     swallowing: bool = False  # what the server says is dropped
     swallowed: asyncio.Event = field(default_factory=asyncio.Event)
     held: asyncio.Event = field(default_factory=asyncio.Event)  # clear = bytes wait
+    spoke: float = 0.0  # when one side said something last
 
     def reset(self) -> None:
         """End both sides at once, with RST where the transport has that."""
@@ -111,16 +111,16 @@ class Proxy:
         """Connections that are open now."""
         return len(self._links)
 
-    def reset(self, chance: random.Random) -> bool:
+    def reset(self) -> bool:
         """Reset one connection. False when there is none."""
-        if (link := self._pick(chance)) is None:
+        if (link := self._liveliest) is None:
             return False
         link.reset()
         return True
 
-    async def lose_reply(self, chance: random.Random) -> bool:
+    async def lose_reply(self) -> bool:
         """Lose the next answer of one connection. False when nobody answered anything within SWALLOW_S."""
-        if (link := self._pick(chance)) is None:
+        if (link := self._liveliest) is None:
             return False
         link.swallowing = True
         lost = True
@@ -132,18 +132,18 @@ class Proxy:
         link.reset()
         return lost
 
-    async def delay(self, chance: random.Random, seconds: float) -> bool:
+    async def delay(self, seconds: float) -> bool:
         """Hold all bytes of one connection. False when there is none."""
-        if (link := self._pick(chance)) is None:
+        if (link := self._liveliest) is None:
             return False
         link.held.clear()
         await asyncio.sleep(seconds)
         link.held.set()
         return True
 
-    def _pick(self, chance: random.Random) -> Link | None:
-        links = sorted((link for link in self._links if not link.swallowing), key=id)
-        return chance.choice(links) if links else None
+    @property
+    def _liveliest(self) -> Link | None:
+        return max((link for link in self._links if not link.swallowing), key=lambda link: link.spoke, default=None)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.get_running_loop().create_task(self._carry(reader, writer), name=f"{self.name} connection")
@@ -181,6 +181,7 @@ class Proxy:
         """Bytes of one direction until their end; `answers` looks at those of the server."""
         with contextlib.suppress(OSError):  # the other side is gone: so is this one
             while data := await reader.read(READ_BYTES):
+                link.spoke = asyncio.get_running_loop().time()
                 await link.held.wait()
                 if answers is not None:
                     answered = answers(data)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 PROCESSES = ("trainer", "rollout", "reward", "buffer", "supervisor", "redis")
 LINKS = ("trainer", "rollout", "reward", "redis")  # whose connections lead through a proxy
-LINK_FAULTS = ("reset", "lost reply", "delay")
+LINK_FAULTS = {"reset": "resets", "lost reply": "lost replies", "delay": "delays"}
 LINK_GAP_S = 2.5
 KILLS = 15  # of each process, in ten minutes
 ROUNDS_PER_MINUTE = 1.8  # each kills and stops every process once

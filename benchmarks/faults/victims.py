@@ -6,14 +6,15 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 from benchmarks.faults.divert import Site
-from benchmarks.faults.schedule import PROCESSES
-from slipstream.cli.run_folder import RunFolder, read_json
+from slipstream.cli.run_folder import RunFolder, held, read_json
 
 ROOT = Path(__file__).resolve().parents[2]
 SUPERVISOR_RESTART_S = 0.2
+END_S = 60.0
 
 
 class Ended(Exception):
@@ -40,14 +41,20 @@ class Run:
 
     @property
     def code(self) -> int | None:
-        """Exit code of the supervisor; None while it runs."""
+        """Exit code of the supervisor; None while it runs, or is being started again."""
         assert self._process is not None
-        return self._process.returncode
+        return None if self._restarting else self._process.returncode
+
+    @property
+    def _restarting(self) -> bool:
+        return self._restart is not None and not self._restart.done()
 
     def pids(self, target: str) -> list[int]:
         """Process ids behind a name of PROCESSES that are there now."""
         if self.code is not None:
             raise Ended
+        if self._restarting:
+            return []
         assert self._process is not None
         if target == "supervisor":
             return [self._process.pid]
@@ -99,15 +106,16 @@ class Run:
         return await self._process.wait()
 
     async def end(self) -> None:
-        """Whatever happens, leave nothing behind: the guard of the supervisor ends its processes."""
+        """Whatever happened, leave nothing behind: the guard of a killed supervisor ends its processes."""
+        await self.settle()
         self.go_on()
+        assert self._process is not None
         if self.code is None:
-            assert self._process is not None
-            for target in PROCESSES[:4]:
-                for pid in self.pids(target):
-                    os.kill(pid, signal.SIGCONT)
             self._process.kill()
             await self._process.wait()
+        deadline = time.monotonic() + END_S
+        while held(self.folder) and time.monotonic() < deadline:  # noqa: ASYNC110 - other processes hold it
+            await asyncio.sleep(0.1)
 
     @property
     def last_words(self) -> str:

@@ -18,7 +18,7 @@ from benchmarks.faults.auditor import Judgement
 from benchmarks.faults.edges import counted
 from benchmarks.faults.injector import Injector
 from benchmarks.faults.remains import Remains
-from benchmarks.faults.schedule import PROCESSES
+from benchmarks.faults.schedule import LINK_FAULTS, PROCESSES
 from benchmarks.faults.victims import Run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,6 +46,9 @@ def verdict(capsys: pytest.CaptureFixture[str], minutes: float = 10, **defects: 
     injector: Any = Injector(cast(Run, None), {}, 1, print)
     for process in PROCESSES:
         injector.counts["kill", process] = defects.get("kills", 15)
+        injector.counts["stop", process] = defects.get("stops", 15)
+    for fault in LINK_FAULTS:
+        injector.counts[fault, "redis"] = defects.get("link_faults", 15)
     arguments = argparse.Namespace(schedule="free", minutes=minutes, seed=1, json="")
     return report(arguments, outcome, injector, 600.0), capsys.readouterr().out.splitlines()[-1]
 
@@ -56,10 +59,11 @@ def test_a_clean_run_that_was_disturbed_enough(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("defects", [
-    {"lost": 1}, {"repeated": 1}, {"complaints": ["left over: 7 bytes, 0 leases, 0 draws"]}, {"kills": 14}, {"batches": 59},
+    {"lost": 1}, {"repeated": 1}, {"complaints": ["left over: 7 bytes, 0 leases, 0 draws"]}, {"kills": 14}, {"stops": 14},
+    {"link_faults": 14}, {"batches": 59},
     {"edges": {("sample", "scoring", "unscored"): 2}}], ids=str)
 def test_whatever_is_wrong_turns_the_exit_code(capsys: pytest.CaptureFixture[str], defects: dict[str, Any]) -> None:
-    """Something lost, repeated or left over; or too few kills, batches or passages over an edge that faults can reach."""
+    """Something lost, repeated or left over; or too few faults, batches or passages over an edge that faults can reach."""
     assert verdict(capsys, **defects)[0] == 1
 
 

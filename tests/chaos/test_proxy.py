@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 import time
 from collections.abc import AsyncIterator
 
 import pytest
 
 from benchmarks.faults.proxy import Http2Answers, Proxy
-
-CHANCE = random.Random(1)
 
 
 @contextlib.asynccontextmanager
@@ -48,7 +45,7 @@ async def proxied(heard: list[bytes]) -> AsyncIterator[tuple[Proxy, asyncio.Stre
 async def test_a_reset_is_seen_as_one() -> None:
     """Both sides are torn down with RST, not with an orderly end."""
     async with proxied([]) as (proxy, reader, _):
-        assert proxy.reset(CHANCE)
+        assert proxy.reset()
         with pytest.raises(ConnectionResetError):
             await reader.read()
 
@@ -57,7 +54,7 @@ async def test_a_lost_reply_took_effect() -> None:
     """The request arrives, its answer does not, and the connection is gone."""
     heard: list[bytes] = []
     async with proxied(heard) as (proxy, reader, writer):
-        losing = asyncio.create_task(proxy.lose_reply(CHANCE))
+        losing = asyncio.create_task(proxy.lose_reply())
         await asyncio.sleep(0)
         writer.write(b"pay 5\n")
         with pytest.raises(ConnectionResetError):
@@ -69,7 +66,7 @@ async def test_a_lost_reply_took_effect() -> None:
 async def test_a_delay_loses_nothing() -> None:
     """Bytes wait and then arrive."""
     async with proxied([]) as (proxy, reader, writer):
-        delaying = asyncio.create_task(proxy.delay(CHANCE, 0.2))
+        delaying = asyncio.create_task(proxy.delay(0.2))
         await asyncio.sleep(0)
         started = time.monotonic()
         writer.write(b"late\n")
@@ -85,7 +82,7 @@ async def test_nobody_upstream_is_a_refused_connection() -> None:
     reader, _ = await asyncio.open_connection(host, int(port))
     with contextlib.suppress(ConnectionResetError):
         assert not await reader.read()
-    assert not proxy.reset(CHANCE)
+    assert not proxy.reset()
     await proxy.close()
 
 
