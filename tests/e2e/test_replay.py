@@ -1,4 +1,4 @@
-"""`slipstream replay`, `fork` and `ledger` on a whole run. What a killed trainer leaves to replay: tests/walk/test_8_replay.py."""
+"""`slipstream replay`, `fork` and `ledger` on a whole run. What a killed trainer leaves: tests/walk/test_8_replay.py."""
 
 import json
 
