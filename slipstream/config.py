@@ -112,7 +112,18 @@ class Schedule(Section):
     group_timeout_s: float = Field(
         default=0, ge=0, description="Drop a group that is unfinished after this long, by name; 0 = never."
     )
+    sample_timeout_s: float = Field(
+        default=0, ge=0, description="Close a sample that is unfinished this long after its first grant; its group goes on "
+        "without it; 0 = never."
+    )
     max_attempts: PositiveInt = Field(default=8, description="Grants of one sample before it is closed as failed.")
+    max_requeues: int = Field(
+        default=0, ge=0, description="How often a task is drawn again when its group was dropped (failed, timeout or lag)."
+    )
+    resample_no_signal: int = Field(
+        default=0, ge=0, description="Most groups with equal rewards that are dropped and replaced for one batch; others are "
+        "in the batch, without weight."
+    )
 
     @property
     def pinned(self) -> bool:
@@ -316,8 +327,12 @@ class RunFile(Section):
                 f"rollout.temperature = {rollout.temperature}: training needs 1, or the sampler's distribution is not the "
                 "trainer's; remove the setting"
             )
-        if schedule.pinned and schedule.group_timeout_s:
-            raise ValueError("schedule.group_timeout_s and a pinned schedule contradict: a wall-clock deadline changes batches")
+        self._pinned_is_free_of_chance()
+        if 0 < schedule.group_timeout_s <= schedule.sample_timeout_s:
+            raise ValueError(
+                f"schedule.sample_timeout_s = {schedule.sample_timeout_s:g} is not below schedule.group_timeout_s = "
+                f"{schedule.group_timeout_s:g}: the whole group would be dropped first; lower the one or remove the other"
+            )
         if schedule.group_size < 2:
             raise ValueError(
                 f"schedule.group_size = {schedule.group_size} with algorithm.advantage = {self.algorithm.advantage}: samples "
@@ -339,6 +354,16 @@ class RunFile(Section):
                 f" of about {self.batch_bytes_estimate} bytes = {need}: raise it or checkpoint more often"
             )
         return self
+
+    def _pinned_is_free_of_chance(self) -> None:
+        """Raise when a setting would make the batches of a pinned schedule depend on time or on rewards."""
+        if not self.schedule.pinned:
+            return
+        clock, order = "a wall-clock deadline changes batches", "a draw out of turn moves all later ones"
+        why = {"group_timeout_s": clock, "sample_timeout_s": clock, "max_requeues": order, "resample_no_signal": order}
+        for name, reason in why.items():
+            if value := getattr(self.schedule, name):
+                raise ValueError(f"schedule.{name} = {value:g} and a pinned schedule contradict: {reason}; remove one of them")
 
     @property
     def batch_bytes_estimate(self) -> int:

@@ -202,6 +202,11 @@ def validate_score(score: sample_pb2.Score) -> None:
         raise InvalidInput("score.per_token has NaN or infinity", "NON_FINITE_SCORE", field="per_token")
 
 
+def reward_of(score: sample_pb2.Score) -> float:
+    """The scalar that is trained on. A failure of the scorer is data: it counts as 0."""
+    return 0.0 if score.failure else score.scalar
+
+
 def _segment(wire: sample_pb2.Segment, i: int) -> Segment:
     place = f"segments[{i}]"
     routes = reference = None

@@ -50,6 +50,7 @@ def _batch(run: str, seed: int, composition: Composition) -> batches_pb2.Batch:
         draw = sample_pb2.DrawId(ledger_epoch=epoch, number=group.draw)
         out = batch.groups.add(
             draw=draw, group_size=group.group_size, lag=max(0, group.lag), mask_below_step=group.mask_below_step,
+            no_signal=group.no_signal,
             task=sample_pb2.Task(
                 environment=group.environment, index=group.task_index,
                 seed=seeds.task_seed(seed, group.environment, group.draw)))

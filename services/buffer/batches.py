@@ -19,7 +19,7 @@ from typing import Any
 from services.buffer.batch_log import BatchLog
 from services.buffer.cursor import TaskCursor
 from services.buffer.front import Front, shielded
-from services.buffer.ledger import Incarnation, Numbering
+from services.buffer.ledger import Incarnation, Numbering, Rebuilt
 from services.buffer.sentences import batch_sentence
 from slipstream import logs, rpc
 from slipstream.errors import Fenced, NotFound, OutOfRange
@@ -49,10 +49,10 @@ class BatchServicer(batches_pb2_grpc.BatchServiceServicer):
         except Fenced as error:
             if error.reason != "LEDGER_BEHIND":
                 raise
-            await self._rebuild(checkpoint_batch)
+            await self._rebuild(checkpoint_batch, int(error.metadata["epoch"]))
             return await self._front.ledger.take_incarnation(above, checkpoint_batch)
 
-    async def _rebuild(self, checkpoint_batch: int) -> None:
+    async def _rebuild(self, checkpoint_batch: int, seen_epoch: int) -> None:
         """The ledger was lost or rewound: start a new epoch behind the checkpoint and the batch log."""
         numbered = await self._log.newest()
         if numbered < checkpoint_batch:
@@ -72,7 +72,7 @@ class BatchServicer(batches_pb2_grpc.BatchServiceServicer):
             "the ledger is behind the checkpoint and is rebuilt from the batch log: unfinished draws are lost",
             checkpoint=checkpoint_batch, numbered=numbered, next_draw=next_draw)
         cursor = await asyncio.to_thread(self._cursor.counts_before, next_draw)
-        await self._front.ledger.rebuild(numbered, checkpoint_batch, next_draw, version, cursor)
+        await self._front.ledger.rebuild(Rebuilt(seen_epoch, numbered, checkpoint_batch, next_draw, version, cursor))
 
     async def LeaseBatch(self, request: batches_pb2.LeaseBatchRequest, context: Any) -> batches_pb2.LeaseBatchResponse:
         front = self._front

@@ -133,7 +133,7 @@ async def forever(interval_s: float, work: Callable[[], Any], sleep: Callable[[f
         try:
             await work()
         except SlipstreamError as error:
-            if error.reason not in ("REDIS", "REDIS_FULL"):
+            if error.reason not in ("REDIS", "REDIS_FULL", "LEDGER_EMPTY"):
                 raise
         await sleep(interval_s)
 

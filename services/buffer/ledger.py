@@ -14,9 +14,9 @@ from enum import StrEnum
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 from slipstream.config import RunFile
-from slipstream.errors import ConfigError, Fenced, InvalidInput, NotFound, OutOfRange
+from slipstream.errors import ConfigError, Fenced, InvalidInput, NotFound, OutOfRange, Unavailable
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,10 @@ class Rules:
     keep_versions: int
     over_lag: Mapping[str, str]
     weights: Mapping[str, float]
+    sample_timeout_ms: int = 0
+    max_requeues: int = 0
+    resample_no_signal: int = 0
+    publish_every: int = 1
     edges: bool = False  # count every edge taken, as meta fields es:old>new and eg:old>new
 
     @classmethod
@@ -51,7 +55,9 @@ class Rules:
             max_attempts=schedule.max_attempts, group_timeout_ms=int(schedule.group_timeout_s * 1000),
             quota_bytes=run.buffer.quota_bytes, sample_bytes=min(run.buffer.sample_bytes, 64 + 16 * run.rollout.context),
             keep_versions=run.objects.keep_versions, over_lag={e.name: e.over_lag for e in run.environments},
-            weights={e.name: e.weight for e in run.environments}, edges=run.service.audit)
+            weights={e.name: e.weight for e in run.environments}, edges=run.service.audit,
+            sample_timeout_ms=int(schedule.sample_timeout_s * 1000), max_requeues=schedule.max_requeues,
+            resample_no_signal=schedule.resample_no_signal, publish_every=run.trainer.publish_every)
 
 
 class Lease(NamedTuple):
@@ -112,6 +118,7 @@ class Submit:
     transcript: bytes = b""
     score: bytes = b""  # serialized Score when the environment already gave the reward
     failure: str = ""
+    reward: float = 0.0  # scalar of the score, as trained: 0 when the scorer failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +141,7 @@ class ScoringGrant:
 class Scored:
     lease: Lease
     score: bytes  # serialized Score
+    reward: float = 0.0  # its scalar, as trained: 0 when the scorer failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +170,8 @@ class Numbering:
     waiting: Waiting | None = None
     checkpoint_now: bool = False
     finished: bool = False
+    sequence: int = 0  # of the ledger when the batch was numbered, and the time; 0 = known from the batch log alone
+    numbered_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +195,7 @@ class BatchedGroup:
     lag: int
     mask_below_step: int
     members: Sequence[Member]
+    no_signal: bool = False  # all rewards equal: in the batch, but without weight in the loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +207,25 @@ class Composition:
     ledger_sequence: int
     groups: Sequence[BatchedGroup]
     drops: Sequence[tuple[int, str]]
+    numbered_ms: int = 0
+    next_draw: int = 0  # when it was numbered, like `live`: draws not yet terminal and in no batch
+    live: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuilt:
+    """What a lost or rewound ledger starts over with: known from the checkpoint, the batch log and the store."""
+
+    seen_epoch: int  # epoch of the ledger that was found behind: nothing happens when another front was faster
+    numbered: int  # newest batch of the log
+    committed: int  # batch of the checkpoint
+    next_draw: int
+    version: int  # highest publication number in the store
+    cursor: Mapping[str, int]
+    epoch: int = 0  # the new epoch and sequence number are above these, and above the ledger's own
+    sequence: int = 0
+    versions: Sequence[Version] = ()  # published, still in the store, of steps up to the checkpoint
+    lost_draws: Sequence[int] = ()  # known to have been alive: dropped(ledger lost) by name; others are only counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +258,10 @@ OnChange = Callable[[Sequence[str]], None]
 
 
 class Ledger(Protocol):
-    """See the module. Errors are SlipstreamErrors: Fenced, OutOfRange, NotFound, InvalidInput, Unavailable."""
+    """See the module. Errors are SlipstreamErrors: Fenced, OutOfRange, NotFound, InvalidInput, Unavailable.
+
+    When the store was emptied, the next call opens the ledger anew and raises Unavailable(LEDGER_EMPTY).
+    """
 
     rules: Rules
     on_change: OnChange  # called with the topics (TOPICS) in which something became possible
@@ -242,7 +275,8 @@ class Ledger(Protocol):
     async def grant_scoring(self, worker: str, count: int) -> list[ScoringGrant]: ...
     async def heartbeat_scoring(self, leases: Sequence[Lease]) -> list[Outcome]: ...
     async def submit_scores(self, scores: Sequence[Scored]) -> list[Outcome]: ...
-    async def take_incarnation(self, above: int, checkpoint_batch: int) -> Incarnation: ...
+    async def take_incarnation(
+        self, above: int, checkpoint_batch: int, checkpoint_epoch: int = 0, checkpoint_sequence: int = 0) -> Incarnation: ...
     async def number_batch(self, incarnation: int, batch: int) -> Numbering: ...
     async def read_batch(self, batch: int) -> Composition: ...
     async def commit(self, incarnation: int, through_batch: int) -> int: ...
@@ -252,8 +286,7 @@ class Ledger(Protocol):
     async def versions(self) -> list[Version]: ...
     async def sweep(self) -> None: ...
     async def grace(self) -> None: ...
-    async def rebuild(
-        self, numbered: int, committed: int, next_draw: int, version: int, cursor: Mapping[str, int]) -> None: ...
+    async def rebuild(self, plan: Rebuilt) -> None: ...
     async def balance(self) -> Balance: ...
     async def holders(self) -> Holders: ...
     async def archive(self) -> list[dict[str, Any]]: ...
@@ -272,10 +305,22 @@ def balance_of(meta: Mapping[str, Any], rules: Rules) -> Balance:
 
 def refuse(code: str, facts: Mapping[str, Any]) -> NoReturn:
     """Raise the error that a refusal code of a transition stands for."""
+    if code == "unopened":
+        raise Unavailable(
+            f"the ledger of run {facts['run']} is empty: its Redis lost everything; it is opened anew, and rebuilt when the "
+            "trainer starts again", "LEDGER_EMPTY", retry_s=0.5)
+    if code == "fenced" and facts["given"] > facts["newest"]:
+        raise Fenced(
+            f"the ledger knows no incarnation above {facts['newest']}, but this is {facts['given']}: it was lost or rewound; "
+            "start the trainer again, which rebuilds it", "LEDGER_BEHIND", incarnation=facts["given"], newest=facts["newest"])
     if code == "fenced":
         raise Fenced(
             f"incarnation {facts['given']} is not the newest, {facts['newest']}: another trainer has taken over; stop",
             "FENCED", incarnation=facts["given"], newest=facts["newest"])
+    if code == "range" and facts["batch"] > facts["numbered"] + 1:
+        raise Fenced(
+            f"the ledger has numbered {facts['numbered']} batches and knows nothing of batch {facts['batch']}: it was lost or "
+            "rewound; start the trainer again, which rebuilds it", "LEDGER_BEHIND", **facts)
     if code == "range":
         raise OutOfRange(
             f"batch {facts['batch']} must be above the committed {facts['committed']}, at most {facts['numbered'] + 1}",
@@ -283,11 +328,12 @@ def refuse(code: str, facts: Mapping[str, Any]) -> NoReturn:
     if code == "fork":
         raise Fenced(
             f"the checkpoint is at batch {facts['checkpoint']} but batch {facts['committed']} is committed: resuming before "
-            "the last commit is a fork; give it a new run.name", "FORK", **facts)
+            f"the last commit is a fork; restore the damaged checkpoint, or fork: slipstream fork {facts['run']}@"
+            f"{facts['checkpoint']}", "FORK", **facts)
     if code == "behind":
         raise Fenced(
-            f"the checkpoint is at batch {facts['checkpoint']} but the ledger has numbered only {facts['numbered']}",
-            "LEDGER_BEHIND", **facts)
+            f"the ledger at batch {facts['numbered']} (epoch {facts['epoch']}, sequence {facts['sequence']}) is behind the "
+            f"checkpoint at batch {facts['checkpoint']}: it was lost or rewound", "LEDGER_BEHIND", **facts)
     if code == "unreserved":
         raise InvalidInput(
             f"version {facts['number']} of step {facts['step']} was not reserved by incarnation {facts['incarnation']}; "

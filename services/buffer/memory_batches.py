@@ -14,20 +14,32 @@ from services.buffer.ledger import (
     Incarnation,
     Member,
     Numbering,
+    Rebuilt,
     Rules,
     Version,
     Waiting,
     balance_of,
     refuse,
 )
-from services.buffer.memory_state import MemoryState, Record
+from services.buffer.memory_state import TERMINAL, MemoryState, Record
 
 
 class MemoryBatches:
     """Half of `MemoryLedger`: everything that the trainer calls."""
 
     rules: Rules
-    state: MemoryState
+    _state: MemoryState
+
+    @property
+    def state(self) -> MemoryState:
+        """The tables. When they were emptied, the ledger is created anew and Unavailable(LEDGER_EMPTY) raised."""
+        if not self._state.meta:
+            self._create()
+            refuse("unopened", {"run": self.rules.run})
+        return self._state
+
+    def _create(self) -> None:
+        raise NotImplementedError
 
     def _notify(self) -> None:
         raise NotImplementedError
@@ -38,14 +50,20 @@ class MemoryBatches:
 
     # --- hop 4
 
-    async def take_incarnation(self, above: int, checkpoint_batch: int) -> Incarnation:
-        """A new fencing number. Batches that the checkpoint covers are committed; published_step falls back to it."""
+    async def take_incarnation(
+            self, above: int, checkpoint_batch: int, checkpoint_epoch: int = 0, checkpoint_sequence: int = 0) -> Incarnation:
+        """A new fencing number. Batches that the checkpoint covers are committed; published_step falls back to it.
+
+        Fenced(LEDGER_BEHIND) when the checkpoint knows more than this ledger, which was lost or rewound then; Fenced(FORK) when
+        it knows less than what is committed.
+        """
         state = self.state
         numbered, committed = state.get("numbered"), state.get("committed")
-        if checkpoint_batch > numbered:
-            refuse("behind", {"checkpoint": checkpoint_batch, "numbered": numbered})
+        age = (state.get("epoch"), state.get("sequence"))
+        if checkpoint_batch > numbered or age < (checkpoint_epoch, checkpoint_sequence):
+            refuse("behind", {"checkpoint": checkpoint_batch, "numbered": numbered, "epoch": age[0], "sequence": age[1]})
         if checkpoint_batch < committed:
-            refuse("fork", {"checkpoint": checkpoint_batch, "committed": committed})
+            refuse("fork", {"checkpoint": checkpoint_batch, "committed": committed, "run": self.rules.run})
         self._commit(checkpoint_batch)
         incarnation = max(state.get("incarnation"), above) + 1
         state.meta["incarnation"] = incarnation
@@ -54,7 +72,7 @@ class MemoryBatches:
         for number in [n for n, v in state.version_records.items() if not v["pub"]]:
             del state.version_records[number]  # its writer is fenced: it can never be published
         state.add("sequence", 1)
-        state.events.append({"event": "incarnation", "incarnation": incarnation, "checkpoint": checkpoint_batch})
+        state.log("events", {"event": "incarnation", "incarnation": incarnation, "checkpoint": checkpoint_batch})
         state.changed.update(("samples", "versions", "ready"))
         self._notify()
         return Incarnation(
@@ -70,13 +88,18 @@ class MemoryBatches:
         if batch > self.rules.steps:
             return Numbering(False, finished=True)
         if batch <= numbered:
-            return Numbering(True)
+            return self._numbered(batch)
         chosen, waiting = self._choose_pinned(batch) if self.rules.pinned else self._choose(batch)
         if waiting is None:
             self._number(batch, chosen)
         self._notify()
-        full = waiting is not None and state.draw_refusal() == "bytes" and numbered > committed
-        return Numbering(waiting is None, waiting, checkpoint_now=full)
+        if waiting is None:
+            return self._numbered(batch)
+        return Numbering(False, waiting, checkpoint_now=state.draw_refusal() == "bytes" and numbered > committed)
+
+    def _numbered(self, batch: int) -> Numbering:
+        record = self.state.batches.get(batch, {"q": 0, "t": 0})
+        return Numbering(True, sequence=record["q"], numbered_ms=record["t"])
 
     def _choose_pinned(self, batch: int) -> tuple[list[tuple[int, int, int]], Waiting | None]:
         """Batch k is draws [(k-1)B, kB), all finished; a dropped one is missing."""
@@ -149,9 +172,12 @@ class MemoryBatches:
             state.ready.remove(draw)
         state.meta["numbered"] = batch
         state.batches[batch] = {
-            "g": [list(c) for c in chosen], "d": [list(d) for d in state.drops], "q": state.get("sequence")}
+            "g": [[*c, state.groups[c[0]]["quiet"]] for c in chosen], "d": [list(d) for d in state.drops],
+            "q": state.get("sequence"), "t": state.now_ms(), "n": state.get("next_draw"),
+            "u": sorted(d for d, g in state.groups.items() if g["st"] != "batched")}
         state.drops = []
-        state.events.append({"event": "batch", "batch": batch, "groups": len(chosen)})
+        state.meta["resampled"] = 0
+        state.log("events", {"event": "batch", "batch": batch, "groups": len(chosen)})
         state.changed.update(("ready", "samples"))
 
     async def read_batch(self, batch: int) -> Composition:
@@ -160,14 +186,16 @@ class MemoryBatches:
         if (record := state.batches.get(batch)) is None:
             refuse("range", {"batch": batch, "committed": state.get("committed"), "numbered": state.get("numbered")})
         groups = []
-        for draw, lag, mask in record["g"]:
+        for draw, lag, mask, quiet in record["g"]:
             group = state.groups[draw]
             members = [
                 Member(i, state.bodies[draw, i], s["c"], state.scores[draw, i], min(p[0] for p in s["sp"]),
                        max(p[0] for p in s["sp"]), s["tok"], s["gen"])
                 for i, s in enumerate(group["s"]) if s["st"] == "scored"]
-            groups.append(BatchedGroup(draw, group["e"], group["x"], group["n"], lag, mask, members))
-        return Composition(batch, state.meta["epoch"], record["q"], groups, [(d, r) for d, r in record["d"]])
+            groups.append(BatchedGroup(draw, group["e"], group["x"], group["n"], lag, mask, members, bool(quiet)))
+        return Composition(
+            batch, state.meta["epoch"], record["q"], groups, [(d, r) for d, r in record["d"]], record["t"], record["n"],
+            record["u"])
 
     # --- hop 6
 
@@ -187,11 +215,12 @@ class MemoryBatches:
         if through <= state.get("committed"):
             return
         for batch in range(state.get("committed") + 1, through + 1):
-            for draw, _, _ in state.batches.pop(batch)["g"]:
+            record = state.batches.pop(batch, {"g": ()})  # none: known from the log alone, since the ledger was rebuilt
+            for draw, *_ in record["g"]:
                 state.move_group(state.groups[draw], "committed")
                 state.free(draw)
         state.meta["committed"] = through
-        state.events.append({"event": "commit", "batch": through})
+        state.log("events", {"event": "commit", "batch": through})
         state.changed.update(("samples", "ready"))
 
     # --- hop 5 and 7
@@ -215,7 +244,7 @@ class MemoryBatches:
         if not record["pub"]:
             record.update(pub=1, key=version.manifest_key, crc=version.manifest_crc32c)
             state.meta["published"] = max(state.get("published"), version.step)
-            state.events.append({"event": "version", "number": version.number, "step": version.step})
+            state.log("events", {"event": "version", "number": version.number, "step": version.step})
             state.changed.update(("versions", "samples"))
         deletable = self._deletable()
         self._notify()
@@ -261,36 +290,55 @@ class MemoryBatches:
     # --- upkeep
 
     async def sweep(self) -> None:
-        """Drop groups over their deadline; forget lapsed holds."""
+        """Drop groups and close samples that are over their deadline; forget lapsed holds."""
         state, now = self.state, self.state.now_ms()
-        if timeout := self.rules.group_timeout_ms:
-            for draw in state.unfinished():
-                if state.groups[draw]["t"] + timeout <= now:
-                    state.drop(draw, "timeout")
+        group_ms, sample_ms = self.rules.group_timeout_ms, self.rules.sample_timeout_ms
+        for draw in state.unfinished() if group_ms or sample_ms else ():
+            group = state.groups[draw]
+            if group_ms and group["t"] + group_ms <= now:
+                state.drop(draw, "timeout")
+                continue
+            for index, sample in enumerate(group["s"]):
+                if sample_ms and "t" in sample and sample["st"] not in TERMINAL and sample["t"] + sample_ms <= now:
+                    state.fail((draw, index), sample, "timeout", "timeout")
         state.holds = {k: t for k, t in state.holds.items() if t > now}
         self._notify()
 
     async def grace(self) -> None:
         """After an outage of the store or of this service, no lease expires for one lease period."""
-        self.state.meta["grace"] = self.state.now_ms() + max(self.rules.lease_ms, self.rules.scoring_lease_ms)
+        self.state.meta["grace"] = self._grace_end()
 
-    async def rebuild(
-            self, numbered: int, committed: int, next_draw: int, version: int, cursor: Mapping[str, int]) -> None:
-        """Start over behind a lost ledger: a new epoch; batches known from the log are numbered, other draws are lost."""
-        state = self.state
-        if numbered <= state.get("numbered"):
+    def _grace_end(self) -> int:
+        return self._state.now_ms() + max(self.rules.lease_ms, self.rules.scoring_lease_ms)
+
+    async def rebuild(self, plan: Rebuilt) -> None:
+        """Start over behind a lost ledger: a new epoch; batches known from the log are numbered, other draws are lost.
+
+        Logs stay, and name the lost draws that are still known; versions that the store still has can be loaded.
+        """
+        state, size, lost = self.state, self.rules.group_size, len(plan.lost_draws)
+        if state.get("epoch") != plan.seen_epoch:
             return  # another front was faster
-        kept = {k: v for k, v in state.meta.items() if k in ("schema", "estimate", "grace", "incarnation") or "." in k}
-        epoch, sequence = state.get("epoch") + 1, state.get("sequence")
-        fresh = MemoryState(self.rules, state.now_ms)
-        fresh.meta = kept
+        fresh, epoch = MemoryState(self.rules, state.now_ms), max(state.get("epoch"), plan.epoch) + 1
+        fresh.meta = {
+            k: v for k, v in state.meta.items()
+            if k in ("schema", "estimate", "grace", "incarnation") or "." in k or k.startswith(("es:", "eg:"))}
         fresh.meta.update({
-            "epoch": epoch, "published": -1, "numbered": numbered, "committed": committed, "next_draw": next_draw,
-            "lost": next_draw, "sequence": sequence + 1, "version": version,
-            "dropped": next_draw - numbered * self.rules.groups_per_batch})
-        fresh.cursor = dict(cursor)
-        fresh.events.append({"event": "rebuilt", "epoch": epoch, "numbered": numbered, "next_draw": next_draw})
-        self.state = fresh
+            "epoch": epoch, "published": -1, "numbered": plan.numbered, "committed": plan.committed,
+            "next_draw": plan.next_draw, "lost": plan.next_draw - lost, "version": plan.version, "g:dropped": lost,
+            "s:closed": lost * size, "x:ledger lost": lost,
+            "sequence": max(state.get("sequence"), plan.sequence) + 1,
+            "dropped": plan.next_draw - plan.numbered * self.rules.groups_per_batch})
+        fresh.cursor, fresh.lineage = dict(plan.cursor), state.lineage
+        fresh.logs, fresh.lines = state.logs, state.lines
+        for v in plan.versions:
+            fresh.version_records[v.number] = {
+                "step": v.step, "inc": v.incarnation, "key": v.manifest_key, "crc": v.manifest_crc32c, "pub": 1, "del": 0}
+        for draw in plan.lost_draws:
+            fresh.log("dead", {"draw": draw, "reason": "ledger lost", "epoch": epoch - 1})
+        fresh.log("events", {
+            "event": "rebuilt", "epoch": epoch, "numbered": plan.numbered, "next_draw": plan.next_draw})
+        self._state = fresh
 
     async def balance(self) -> Balance:
         meta: dict[str, Any] = dict(self.state.meta)
@@ -302,16 +350,18 @@ class MemoryBatches:
         state = self.state
         samples = Counter(state.groups[draw]["s"][index].get("w", "?") for draw, index in state.leases)
         scoring = Counter(state.groups[draw]["s"][index].get("sw", "?") for draw, index in state.scoring)
-        return Holders(await self.balance(), min(state.groups, default=state.get("next_draw")), samples, scoring)
+        return Holders(await self.balance(), state.low_water(), samples, scoring)
 
     async def archive(self) -> list[dict[str, Any]]:
         """Lines of the event and dead-letter logs, oldest first, to be written elsewhere and then trimmed."""
-        return [dict(line, log="events") for line in self.state.events] + [dict(line, log="dead") for line in self.state.dead]
+        return [
+            dict(line, log=name, id=str(number))
+            for name in ("events", "dead") for number, line in self.state.logs[name].items()]
 
     async def trim(self, lines: Sequence[dict[str, Any]]) -> None:
         """Forget archived lines."""
-        for name, log in (("events", self.state.events), ("dead", self.state.dead)):
-            del log[:sum(line["log"] == name for line in lines)]
+        for line in lines:
+            self.state.logs[line["log"]].pop(int(line["id"]), None)
 
 
 def _version(number: int, record: Record) -> Version:

@@ -32,21 +32,26 @@ class MemoryLedger(MemoryBatches):
     def __init__(self, rules: Rules, now_ms: Callable[[], int] = lambda: int(time.time() * 1000)) -> None:
         self.rules = rules
         self.on_change: OnChange = lambda topics: None
-        self.state = MemoryState(rules, now_ms)
+        self._state = MemoryState(rules, now_ms)
         self._cursor: TaskCursor | None = None
 
     async def open(self, tasks: Mapping[str, int]) -> None:
         """Create or join the ledger of the run. ConfigError when its shape differs."""
-        meta, shape = self.state.meta, shape_of(self.rules)
+        meta, shape = self._state.meta, shape_of(self.rules)
         self._cursor = TaskCursor(self.rules.seed, self.rules.weights, tasks)
         if not meta:
-            meta.update(schema=SCHEMA, epoch=1, published=-1, estimate=self.rules.sample_bytes, **shape)
+            self._create()
         if meta["schema"] != SCHEMA:
             refuse("schema", {"found": meta["schema"], "known": SCHEMA, "run": self.rules.run})
         for field, value in shape.items():
             if meta[field] != value:
                 refuse("shape", {"field": field, "given": value, "found": meta[field], "run": self.rules.run})
         await self.grace()
+
+    def _create(self) -> None:
+        self._state.meta.update(
+            schema=SCHEMA, epoch=1, published=-1, estimate=self.rules.sample_bytes, grace=self._grace_end(),
+            **shape_of(self.rules))
 
     # --- hop 1 and 2
 
@@ -86,6 +91,7 @@ class MemoryLedger(MemoryBatches):
         state.move(sample, "leased")
         least = state.least_step(group)
         sample.update(a=sample["a"] + 1, w=worker, g=self._start_of(loaded, least))
+        sample.setdefault("t", state.now_ms())
         grants.append(Grant(
             Lease(draw, index, sample["a"], state.meta["epoch"]), group["e"], group["x"], group["n"], least, pinned,
             state.partials.get(key, b"")))
@@ -98,24 +104,11 @@ class MemoryLedger(MemoryBatches):
         return [least, self.state.get("incarnation")]
 
     def _draw(self) -> int:
-        state, rules = self.state, self.rules
         assert self._cursor is not None
-        draw, out, per_batch = state.get("next_draw"), state.outstanding(), rules.groups_per_batch
-        environment, index = next(self._cursor.proposals(draw, state.cursor))
-        pinned = max(0, draw // per_batch - rules.max_lag) if rules.pinned else -1
-        least = max(0, max(state.get("published"), 0) + out // per_batch - rules.max_lag)
-        estimate = state.get("estimate")
-        state.groups[draw] = {
-            "e": environment, "x": index, "n": rules.group_size, "t": state.now_ms(), "m": least if pinned < 0 else pinned,
-            "p": pinned, "st": "open", "k": 0,
-            "s": [{"st": "open", "a": 0, "sa": 0, "r": estimate} for _ in range(rules.group_size)]}
+        state = self.state
+        environment, index = next(self._cursor.proposals(state.cursor_position(), state.cursor))
         state.cursor[environment] = state.cursor.get(environment, 0) + 1
-        state.open_samples.update((draw, i) for i in range(rules.group_size))
-        for name, delta in (
-                ("next_draw", 1), ("g:open", 1), ("s:open", rules.group_size), ("sequence", 1),
-                ("reserved", rules.group_size * estimate)):
-            state.add(name, delta)
-        return draw
+        return state.make_draw(environment, index)
 
     def _lease_waiting(self, why: str) -> Waiting:
         state = self.state
@@ -177,6 +170,8 @@ class MemoryLedger(MemoryBatches):
         state.hold(sample, "lp", 0)
         sample.pop("pp", None)
         sample.update(c=submit.crc32c, tok=submit.tokens, gen=submit.generated_tokens, sp=[list(p) for p in submit.steps])
+        if submit.score:
+            sample["rw"] = submit.reward
         state.bodies[key] = submit.body
         state.hold(sample, "lb", len(submit.body))
         size = len(submit.body) + len(submit.transcript)
@@ -276,6 +271,7 @@ class MemoryLedger(MemoryBatches):
             return Outcome.FENCED
         if sample["st"] == "scored":
             return Outcome.ACCEPTED
+        sample["rw"] = scored.reward
         state.scoring.pop(key, None)
         state.transcripts.pop(key, None)
         state.hold(sample, "lt", 0)

@@ -2,11 +2,13 @@
 
 A group record (JSON in Redis, a dict here):
     {"e": environment, "x": task index, "n": samples, "t": drawn at (ms), "m": least step, "p": pinned step or -1,
-     "st": state, "k": batch (0 = none), "s": [sample, ...]}
+     "q": how often the task was requeued, "quiet": 1 when it is finished and all rewards are equal, "st": state,
+     "k": batch (0 = none), "s": [sample, ...]}
 A sample record; absent keys mean "not yet":
     st state · a attempt · w worker · g [step, incarnation] that the grant started from · r bytes reserved ·
-    sa scoring attempt · sw scoring worker · c crc32c · tok, gen tokens · sp [[step, incarnation], ...] of the body ·
-    pp the same of a partial · lb, lt, ls, lp bytes held as body, transcript, score, partial · why reason of closing
+    t first grant (ms) · sa scoring attempt · sw scoring worker · c crc32c ·
+    tok, gen tokens · sp [[step, incarnation], ...] of the body · pp the same of a partial · rw reward ·
+    lb, lt, ls, lp bytes held as body, transcript, score, partial · why reason of closing
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from services.buffer.ledger import Lease, Rules
 Record = dict[str, Any]
 Key = tuple[int, int]  # (draw, sample index)
 TERMINAL = ("scored", "closed")
+REQUEUED = ("failed", "timeout", "lag")  # reasons of a drop after which the same task is worth another draw
 
 
 class MemoryState:
@@ -38,8 +41,8 @@ class MemoryState:
         self.partials: dict[Key, bytes] = {}
         self.unscored: list[Key] = []
         self.ready: list[int] = []
-        self.events: list[Record] = []
-        self.dead: list[Record] = []
+        self.logs: dict[str, dict[int, Record]] = {"events": {}, "dead": {}}  # lines by a number that only grows
+        self.lines = 0
         self.drops: list[tuple[int, str]] = []
         self.batches: dict[int, Record] = {}
         self.version_records: dict[int, Record] = {}
@@ -53,6 +56,11 @@ class MemoryState:
 
     def add(self, name: str, delta: int) -> None:
         self.meta[name] = self.get(name) + delta
+
+    def log(self, name: str, line: Record) -> None:
+        """Append to `events` or to the dead letters, `dead`."""
+        self.lines += 1
+        self.logs[name][self.lines] = line
 
     # --- the state machines
 
@@ -98,29 +106,37 @@ class MemoryState:
         self.move(sample, "closed")
         sample["why"] = reason
 
-    def fail(self, key: Key, sample: Record, reason: str) -> None:
+    def fail(self, key: Key, sample: Record, reason: str, why: str = "failed") -> None:
         """Close a sample for good, by name in the dead letters; its group may be finished by that."""
-        self.close(key, sample, "failed")
-        self.dead.append({"draw": key[0], "index": key[1], "reason": reason})
+        self.close(key, sample, why)
+        self.log("dead", {"draw": key[0], "index": key[1], "reason": reason})
         self.settle(key[0])
 
     def settle(self, draw: int) -> None:
-        """Group open → complete | short | dropped(failed) once every sample is scored or closed."""
+        """Group open → complete | short | dropped(failed | timeout | no_signal) once every sample is scored or closed."""
         group = self.groups[draw]
         states = [s["st"] for s in group["s"]]
         if any(st not in TERMINAL for st in states):
             return
         if "scored" not in states:
-            self.drop(draw, "failed")
+            self.drop(draw, "timeout" if any(s["why"] == "timeout" for s in group["s"]) else "failed")
             return
         self.move_group(group, "short" if "closed" in states else "complete")
+        group["quiet"] = int(len({s["rw"] for s in group["s"] if s["st"] == "scored"}) < 2)
+        if group["quiet"] and self.get("resampled") < self.rules.resample_no_signal:
+            self.add("resampled", 1)
+            self.drop(draw, "no_signal")
+            return
         self.ready.append(draw)
         if self.rules.pinned or len(self.ready) >= self.rules.groups_per_batch:
             self.changed.add("ready")
 
     def drop(self, draw: int, reason: str) -> None:
-        """Group → dropped(reason): its samples are closed, its slot and bytes are free, the decision is written down."""
-        group = self.groups[draw]
+        """Group → dropped(reason): its samples are closed, its slot and bytes are free, the decision is written down.
+
+        Its task may be drawn again at once, in the slot that it leaves: dropped(requeued as d').
+        """
+        group, line = self.groups[draw], {}
         for index, sample in enumerate(group["s"]):
             if sample["st"] not in TERMINAL:
                 self.close((draw, index), sample, reason)
@@ -128,12 +144,34 @@ class MemoryState:
         self.move_group(group, "dropped")
         self.free(draw)
         self.add("dropped", 1)
-        self.add("x:" + reason, 1)
         if draw in self.ready:
             self.ready.remove(draw)
+        if reason in REQUEUED and group["q"] < self.rules.max_requeues and self.get("numbered") < self.rules.steps:
+            again = self.make_draw(group["e"], group["x"], group["q"] + 1)
+            line, reason = {"cause": reason}, f"requeued as {again}"
+            self.add("x:requeued", 1)
+        else:
+            self.add("x:" + reason, 1)
         self.drops.append((draw, reason))
-        self.dead.append({"draw": draw, "reason": reason, "environment": group["e"], "generated_tokens": tokens})
+        self.log("dead", {"draw": draw, "reason": reason, "environment": group["e"], "generated_tokens": tokens, **line})
         self.changed.update(("samples", "ready"))
+
+    def make_draw(self, environment: str, index: int, requeues: int = 0) -> int:
+        """Open a group: reserves budget and bytes. Its samples wait in `open_samples`."""
+        rules, draw, out = self.rules, self.get("next_draw"), self.outstanding()
+        pinned = max(0, draw // rules.groups_per_batch - rules.max_lag) if rules.pinned else -1
+        least = max(0, max(self.get("published"), 0) + out // rules.groups_per_batch - rules.max_lag)
+        estimate = self.get("estimate")
+        self.groups[draw] = {
+            "e": environment, "x": index, "n": rules.group_size, "t": self.now_ms(), "m": least if pinned < 0 else pinned,
+            "p": pinned, "q": requeues, "quiet": 0, "st": "open", "k": 0,
+            "s": [{"st": "open", "a": 0, "sa": 0, "r": estimate} for _ in range(rules.group_size)]}
+        self.open_samples.update((draw, i) for i in range(rules.group_size))
+        for name, delta in (
+                ("next_draw", 1), ("g:open", 1), ("s:open", rules.group_size), ("sequence", 1),
+                ("reserved", rules.group_size * estimate)):
+            self.add(name, delta)
+        return draw
 
     def free(self, draw: int) -> None:
         """Forget a terminal group: below the next draw and without a record means terminal."""
@@ -149,14 +187,14 @@ class MemoryState:
     # --- lookups
 
     def find(self, lease: Lease) -> Record | None:
-        """The sample of a lease; None when its group is terminal or was never drawn."""
-        group = self.groups.get(lease.draw) if lease.epoch == self.meta["epoch"] else None
+        """The sample of a lease; None when its group is terminal, or was never drawn, or nobody was granted it: attempt 0."""
+        group = self.groups.get(lease.draw) if lease.epoch == self.meta["epoch"] and lease.attempt > 0 else None
         return group["s"][lease.sample] if group and lease.sample < group["n"] else None
 
     def is_past(self, lease: Lease) -> bool:
         """Whether a lease without a record names a terminal draw (else: one that never was)."""
-        return lease.epoch < self.meta["epoch"] or (
-            lease.epoch == self.meta["epoch"] and lease.draw < self.get("next_draw") and lease.draw not in self.groups)
+        return lease.attempt > 0 and (lease.epoch < self.meta["epoch"] or (
+            lease.epoch == self.meta["epoch"] and lease.draw < self.get("next_draw") and lease.draw not in self.groups))
 
     def effective(self, step: int, incarnation: int) -> int:
         """A step as lag counts it: on a branch that died with a crash, the distance through the common checkpoint."""
@@ -184,8 +222,16 @@ class MemoryState:
         return min((self.effective(step, incarnation) for step, incarnation in pairs), default=None)
 
     def least_step(self, group: Record) -> int:
-        """Step that a worker must have loaded for a grant made now."""
-        return max(group["m"], self.get("numbered") - self.rules.max_lag) if group["p"] < 0 else group["p"]
+        """Step that a worker must have loaded for a grant made now.
+
+        Not more than what the trainer will publish without this group: after a restart from an older checkpoint and with
+        another `publish_every`, the step that was current when the group was drawn may never come again.
+        """
+        if group["p"] >= 0:
+            return group["p"]
+        numbered, every = self.get("numbered"), self.rules.publish_every
+        to_come = max(self.get("published"), numbered // every * every)
+        return max(min(group["m"], to_come), numbered - self.rules.max_lag)
 
     def pinned_version(self, step: int) -> int | None:
         """Newest valid version of a step."""
@@ -217,14 +263,20 @@ class MemoryState:
         """Draws of open groups, oldest first."""
         return sorted(d for d, g in self.groups.items() if g["st"] == "open")
 
+    def low_water(self) -> int:
+        """Every draw below is terminal; above, those without a record are."""
+        return min(self.groups, default=self.get("next_draw"))
+
+    def cursor_position(self) -> int:
+        """How many tasks the draws have taken from the cursor: a requeued task is drawn again without it."""
+        return self.get("next_draw") - self.get("x:requeued")
+
     def contents(self) -> Mapping[str, Any]:
         """Everything, for comparison with another implementation."""
         return {
             "meta": {k: v for k, v in self.meta.items() if v}, "groups": self.groups, "open": sorted(self.open_samples),
             "leases": self.leases, "scoring": self.scoring, "bodies": self.bodies, "transcripts": self.transcripts,
             "scores": self.scores, "partials": self.partials, "unscored": self.unscored, "ready": self.ready,
-            "events": self.events, "dead": self.dead, "drops": self.drops, "batches": self.batches,
+            **{name: list(lines.values()) for name, lines in self.logs.items()}, "drops": self.drops, "batches": self.batches,
             "versions": self.version_records, "holds": self.holds, "cursor": {k: v for k, v in self.cursor.items() if v},
             "lineage": self.lineage, "unfinished": self.unfinished()}
-
-

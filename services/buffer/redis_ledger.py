@@ -34,6 +34,7 @@ from services.buffer.ledger import (
     OnChange,
     Outcome,
     Partial,
+    Rebuilt,
     Rules,
     Scored,
     ScoringGrant,
@@ -41,9 +42,11 @@ from services.buffer.ledger import (
     Version,
     Waiting,
     balance_of,
+    refuse,
     shape_of,
 )
 from services.buffer.scripts import Scripts
+from slipstream.errors import Unavailable
 
 __all__ = ["RedisLedger", "connect", "verify"]
 _OUTCOMES = {o.value: o for o in Outcome}
@@ -61,12 +64,15 @@ class RedisLedger:
         self._observe = observe  # told of each script and its time in seconds
         self._now_ms = now_ms or (lambda: 0)
         self._cursor: TaskCursor | None = None
-        self._proposals: list[tuple[str, int]] = []  # tasks of draws `_start`, `_start` + 1, ...
+        self._proposals: list[tuple[str, int]] = []  # tasks of the cursor's positions `_start`, `_start` + 1, ...
         self._start = 0
 
     async def open(self, tasks: Mapping[str, int]) -> None:
         """Create or join the ledger of the run. ConfigError when its shape or schema differs."""
         self._cursor = TaskCursor(self.rules.seed, self.rules.weights, tasks)
+        await self._open()
+
+    async def _open(self) -> None:
         await self._run("open", {"schema": SCHEMA, "shape": shape_of(self.rules)})
 
     async def _run(
@@ -76,7 +82,12 @@ class RedisLedger:
         if scripts.lost_connection and name not in ("open", "grace"):
             await self.grace()  # before anything can expire
         started = time.perf_counter()
-        result, topics, answer, bodies = await scripts.run(name, request, rows.leases(leases), items, blobs, self._now_ms())
+        try:
+            result, topics, answer, bodies = await scripts.run(name, request, rows.leases(leases), items, blobs, self._now_ms())
+        except Unavailable as error:
+            if error.reason == "LEDGER_EMPTY":
+                await self._open()
+            raise
         self._observe(name, time.perf_counter() - started)
         if topics:
             self.on_change(topics)
@@ -97,8 +108,8 @@ class RedisLedger:
             for n, (place, i, attempt) in enumerate(rows.grants(granted), 1):
                 d, e, x, size, least, pinned = groups[place]
                 grants.append(Grant(Lease(d, i, attempt, epoch), e, x, size, least, pinned, bodies.get(n, b"")))
-            del self._proposals[:max(0, result["next_draw"] - self._start)]
-            self._start = max(self._start, result["next_draw"])
+            del self._proposals[:max(0, result["position"] - self._start)]
+            self._start = max(self._start, result["position"])
             if not result["stale"]:
                 waiting = None if grants else Waiting(result["why"], result["facts"])
                 return Granted(grants, waiting, result["finished"])
@@ -110,10 +121,10 @@ class RedisLedger:
             return
         assert self._cursor is not None
         async with self._pipeline() as pipe:
-            pipe.hget(self._scripts.keys["meta"], "next_draw")
+            pipe.hmget(self._scripts.keys["meta"], "next_draw", "x:requeued")
             pipe.hgetall(self._scripts.keys["cursor"])
-            draw, counts = await pipe.execute()
-        self._start = int(draw or 0)
+            (draw, requeued), counts = await pipe.execute()
+        self._start = int(draw or 0) - int(requeued or 0)
         proposals = self._cursor.proposals(self._start, {k.decode(): int(v) for k, v in counts.items()})
         self._proposals = [next(proposals) for _ in range(max(count, 64))]
 
@@ -161,20 +172,24 @@ class RedisLedger:
 
     async def submit_scores(self, scores: Sequence[Scored]) -> list[Outcome]:
         leases, blobs = [s.lease for s in scores], [s.score for s in scores]
-        return self._outcomes(len(scores), await self._run("submit_scores", {}, leases, b"", blobs))
+        return self._outcomes(len(scores), await self._run("submit_scores", {}, leases, rows.rewards(scores), blobs))
 
     # --- hop 4 and 6
 
-    async def take_incarnation(self, above: int, checkpoint_batch: int) -> Incarnation:
+    async def take_incarnation(
+            self, above: int, checkpoint_batch: int, checkpoint_epoch: int = 0, checkpoint_sequence: int = 0) -> Incarnation:
         """A new fencing number. Batches that the checkpoint covers are committed; published_step falls back to it."""
-        result, _, _ = await self._run("take_incarnation", {"above": above, "checkpoint": checkpoint_batch})
+        result, _, _ = await self._run("take_incarnation", {
+            "above": above, "checkpoint": checkpoint_batch, "epoch": checkpoint_epoch, "sequence": checkpoint_sequence})
         return Incarnation(*result)
 
     async def number_batch(self, incarnation: int, batch: int) -> Numbering:
         """Fix the composition of batch k, or say why it has to wait. OutOfRange unless committed < k <= numbered + 1."""
         r, _, _ = await self._run("number_batch", {"incarnation": incarnation, "batch": batch})
         waiting = Waiting(r["why"], r["facts"]) if "why" in r else None
-        return Numbering(r["numbered"], waiting, r.get("full", False), r.get("finished", False))
+        return Numbering(
+            r["numbered"], waiting, r.get("full", False), r.get("finished", False), r.get("sequence", 0),
+            r.get("numbered_ms", 0))
 
     async def read_batch(self, batch: int) -> Composition:
         """The composition with its bodies. OutOfRange unless numbered and uncommitted."""
@@ -182,12 +197,14 @@ class RedisLedger:
         count = len(blobs) // 2
         parts = zip(rows.members(packed), blobs[:count], blobs[count:], strict=True)
         groups = []
-        for d, e, x, n, lag, mask, size in result["groups"]:
+        for d, e, x, n, lag, mask, quiet, size in result["groups"]:
             members = [
                 Member(i, body, crc, score, oldest, newest, tokens, generated)
                 for (i, crc, tokens, generated, oldest, newest), body, score in itertools.islice(parts, size)]
-            groups.append(BatchedGroup(d, e, x, n, lag, mask, members))
-        return Composition(batch, result["epoch"], result["sequence"], groups, [(d, r) for d, r in result["drops"]])
+            groups.append(BatchedGroup(d, e, x, n, lag, mask, members, bool(quiet)))
+        return Composition(
+            batch, result["epoch"], result["sequence"], groups, [(d, r) for d, r in result["drops"]], result["numbered_ms"],
+            result["next_draw"], list(result["live"]))
 
     async def commit(self, incarnation: int, through_batch: int) -> int:
         """Close the rows of all batches up to k and free their bodies. Idempotent."""
@@ -196,11 +213,11 @@ class RedisLedger:
             if committed >= through_batch:
                 return committed
 
-    async def rebuild(
-            self, numbered: int, committed: int, next_draw: int, version: int, cursor: Mapping[str, int]) -> None:
+    async def rebuild(self, plan: Rebuilt) -> None:
         """Start over behind a lost ledger: a new epoch; batches known from the log are numbered, other draws are lost."""
         await self._run("rebuild", {
-            "numbered": numbered, "committed": committed, "next_draw": next_draw, "version": version, "cursor": cursor})
+            **dataclasses.asdict(plan), "lost_draws": list(plan.lost_draws), "cursor": dict(plan.cursor),
+            "versions": [dataclasses.astuple(v) for v in plan.versions]})
         self._start, self._proposals = -1, []
 
     # --- hop 5 and 7
@@ -244,6 +261,9 @@ class RedisLedger:
             pipe.hgetall(keys["meta"])
             pipe.xlen(keys["ready"])
             raw, ready = await pipe.execute()
+        if not raw:
+            await self._open()
+            refuse("unopened", {"run": self.rules.run})
         meta: dict[str, Any] = {k.decode(): int(v) for k, v in raw.items() if k != b"lineage"}
         return balance_of({**meta, "ready": ready}, self.rules)
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 
-from services.buffer.ledger import Lease, Partial, Submit
+from services.buffer.ledger import Lease, Partial, Scored, Submit
 
 _LEASES = struct.Struct("<QIIII")
-_SUBMIT = struct.Struct("<?I")
+_SUBMIT = struct.Struct("<?dI")  # scored, reward, bytes of info
 _INFO = struct.Struct("<IIIII")  # crc32c, tokens, generated tokens, bytes of body and of transcript; the steps follow
 _PARTIAL = struct.Struct("<?I")
 _LENGTH = struct.Struct("<I")
@@ -46,8 +46,13 @@ def submits(items: Iterable[Submit]) -> bytes:
         transcript = 0 if s.score else len(s.transcript)
         info = _INFO.pack(s.crc32c, s.tokens, s.generated_tokens, len(s.body), transcript) + _steps(s.steps)
         failure = s.failure.encode()
-        parts += _SUBMIT.pack(bool(s.score), len(info)), info, _LENGTH.pack(len(failure)), failure
+        parts += _SUBMIT.pack(bool(s.score), s.reward + 0.0, len(info)), info, _LENGTH.pack(len(failure)), failure
     return b"".join(parts)
+
+
+def rewards(items: Sequence[Scored]) -> bytes:
+    """Rewards of scores. Equal ones have equal bytes: + 0.0 takes the sign from -0.0."""
+    return struct.pack(f"<{len(items)}d", *[s.reward + 0.0 for s in items])
 
 
 def partials(items: Iterable[Partial]) -> bytes:

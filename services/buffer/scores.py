@@ -17,6 +17,7 @@ from services.buffer.ledger import Outcome, Scored
 from slipstream import rpc
 from slipstream.errors import SlipstreamError
 from slipstream.protos.buffer.v1 import scores_pb2, scores_pb2_grpc
+from slipstream.sample import reward_of
 
 _MOST_SAMPLES = 4096
 
@@ -55,7 +56,7 @@ class ScoreServicer(scores_pb2_grpc.ScoreServiceServicer):
         front, scored, statuses = self._front, [], []
         for wire in request.scores:
             try:
-                scored.append(Scored(to_lease(wire.lease), checked_score(wire.score)))
+                scored.append(Scored(to_lease(wire.lease), checked_score(wire.score), reward_of(wire.score)))
                 statuses.append(OK)
             except SlipstreamError as error:
                 statuses.append(front.rejected(error))

@@ -36,7 +36,7 @@ async def bench(request: pytest.FixtureRequest, started: Started) -> AsyncIterat
     process = started(request.param)
     admin = connect(process.admin_url)
     await admin.flushall()
-    bench = Bench(request.param, process.url)
+    bench = Bench(request.param, process.url, process.admin_url)
     yield bench
     for client in [admin, *bench.clients]:
         await client.aclose()

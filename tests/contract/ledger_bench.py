@@ -20,8 +20,8 @@ RULES = Rules(
 class Bench:
     """A ledger under a hand-driven clock, with a trainer that has taken its incarnation."""
 
-    def __init__(self, kind: str, url: str) -> None:
-        self.kind, self.url, self.now, self.incarnation = kind, url, 1_000_000, 0
+    def __init__(self, kind: str, url: str, admin_url: str = "") -> None:
+        self.kind, self.url, self.admin_url, self.now, self.incarnation = kind, url, admin_url, 1_000_000, 0
         self.model: MemoryLedger | None = None
         self.clients: list[Any] = []
 
@@ -31,7 +31,7 @@ class Bench:
         if self.kind == "memory":
             ledger = MemoryLedger(rules, lambda: self.now)
             if self.model:
-                ledger.state.meta = self.model.state.meta
+                ledger._state = self.model._state
             self.model = ledger
         else:
             self.clients.append(connect(self.url))

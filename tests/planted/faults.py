@@ -52,7 +52,7 @@ FAULTS = (
         "tests/unit/test_buffer_service.py::test_requests_that_cannot_be_served_say_why", "oldest draw 0 leased by rollout-0"),
     Fault(
         2, "no deadline for the group of a straggler", "NeMo-RL#3238",
-        f"{_SCRIPTS}/sweep.lua", "if rules.group_timeout_ms > 0 then", "if false then",
+        f"{_SCRIPTS}/sweep.lua", "if group_ms > 0 and drawn + group_ms <= now then", "if false then",
         f"{_SAMPLES}::test_a_group_over_its_deadline_is_dropped_by_name[valkey-9]", "{'timeout': 4}"),
     Fault(
         3, "a failed sample keeps its lease", "AReaL#588",
@@ -121,15 +121,15 @@ FAULTS = (
         f"{_SAMPLES}::test_one_body_per_sample[valkey-9]", "Outcome.CONFLICT"),
     Fault(
         11, "a batch that is asked for again is composed again", "SkyRL#2035",
-        f"{_SCRIPTS}/number_batch.lua", "if batch <= numbered then return finish({numbered = true}) end", "",
+        f"{_SCRIPTS}/number_batch.lua", "if batch <= numbered then\n", "if false then\n",
         f"{_BATCHES}::test_a_restarted_trainer_gets_the_same_batches_and_fences_the_old_one[valkey-9]",
         "ledger.number_batch(6, 2)).numbered", fast=True),
     Fault(
         12, "a full buffer refuses what is numbered", "NeMo-RL#3066",
-        f"{_SCRIPTS}/number_batch.lua", "if batch <= numbered then return finish({numbered = true}) end",
+        f"{_SCRIPTS}/number_batch.lua", "if batch <= numbered then\n",
         "if draw_refusal() == 'bytes' then return finish({numbered = false, why = 'unfinished', facts = {\n"
         "  batch = batch, undrawn = 0, of = per_batch, unfinished = per_batch}}) end\n"
-        "if batch <= numbered then return finish({numbered = true}) end",
+        "if batch <= numbered then\n",
         "tests/unit/test_resume.py::test_a_full_buffer_does_not_hold_up_a_resume", "== [[0], [1]]"),
     Fault(
         12, "nobody tells the trainer to make room", "NeMo-RL#3066",
@@ -138,7 +138,7 @@ FAULTS = (
     Fault(
         13, "the cursor is ahead of what is drawn", "NeMo-RL#3599",
         f"{_SCRIPTS}/grant_samples.lua", "call('HINCRBY', K.cursor, task[1], 1)",
-        "if d == request.start then call('HINCRBY', K.cursor, task[1], #request.tasks) end",
+        "if position() == request.start then call('HINCRBY', K.cursor, task[1], #request.tasks) end",
         "tests/unit/test_resume.py::test_no_task_is_skipped_and_none_comes_twice", "assert Counter(", fast=True),
     Fault(
         14, "finished groups vanish at a resume", "OpenRLHF#1322",

@@ -9,8 +9,8 @@ end
 local function commit(through, unfinished)  -- `unfinished`: another call follows, which writes the event
   if through <= get('committed') then return end
   for batch = get('committed') + 1, through do
-    local chosen = cjson.decode(call('HGET', K.batches, batch)).g
-    local draws = {}
+    local raw = call('HGET', K.batches, batch)  -- none: known from the log alone, since the ledger was rebuilt
+    local chosen, draws = raw and cjson.decode(raw).g or {}, {}
     for n, c in ipairs(chosen) do draws[n] = c[1] end
     preload(draws)
     for _, d in ipairs(draws) do

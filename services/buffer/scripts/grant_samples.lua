@@ -1,6 +1,6 @@
--- Hop 1. request: worker, count, loaded, start, tasks = {{environment, index}, ...} proposed for draws start, start + 1, ...
+-- Hop 1. request: worker, count, loaded, start, tasks = {{environment, index}, ...} of the cursor's positions start, start + 1, ...
 -- Result: groups = {{draw, environment, task, samples, least step, pinned version}, ...} of the grants, partials = positions of
--- grants that have one (blobs), why, facts, finished, next_draw, stale = the proposals did not reach. Grants: see ledger.lua.
+-- grants that have one (blobs), why, facts, finished, position, stale = the proposals did not reach. Grants: see ledger.lua.
 local blobs, partials, seen, refusal, stale = {}, {}, {}, nil, false
 local deadline = string.format('%.0f', now + rules.lease_ms)
 local loaded
@@ -22,6 +22,9 @@ local function start_of(least)
   end
   return pack(STEP, least, get('incarnation'))
 end
+-- The trainer publishes this step without any group that is not in a batch yet.
+local to_come = max(get('published'), get('numbered') - get('numbered') % rules.publish_every)
+local first = pack(TIME, now)
 local function grant(d, i, queue)
   local g, name = group(d), member(d, i)
   if not g or seen[name] then return end
@@ -37,12 +40,13 @@ local function grant(d, i, queue)
       return
     end
   end
-  local least = g.p < 0 and max(g.m, get('numbered') - rules.max_lag) or g.p
+  local least = g.p < 0 and max(min(g.m, to_come), get('numbered') - rules.max_lag) or g.p
   if queue == 'open' then dequeue('open', name) end
   if queue == 'leases' and tonumber(call('ZSCORE', K.leases, name)) > 0 then add('expired', 1) end
   enqueue('leases', name, deadline)
   move(sample, 'leased')
-  sample.a = sample.a + 1; sample.holder = start_of(least) .. request.worker
+  local since = sample.a > 0 and first_grant(sample) or first
+  sample.a = sample.a + 1; sample.holder = start_of(least) .. since .. request.worker
   touch(d)
   seen[name] = true
   list_grant(d, i, sample.a, g, g.n, least, pinned)
@@ -68,34 +72,24 @@ local function grant_queue(queue, top)  -- changes are written at the end, so th
   end
 end
 
-local function make_draw(task)
-  local d, per_batch = get('next_draw'), rules.groups_per_batch
-  local pinned = rules.pinned and max(0, floor(d / per_batch) - rules.max_lag) or -1
-  local least = max(0, max(get('published'), 0) + floor(outstanding() / per_batch) - rules.max_lag)
-  local estimate = get('estimate')
-  groups[d] = new_group(task[1], task[2], rules.group_size, pinned < 0 and least or pinned, pinned, estimate)
-  touch(d)
-  call('HINCRBY', K.cursor, task[1], 1)
-  call('ZADD', K.unfinished, d, d)
-  add('next_draw', 1); add('g:open', 1); add('s:open', rules.group_size); add('sequence', 1)
-  add('reserved', rules.group_size * estimate)
-  return d
-end
+-- How many tasks the draws have taken from the cursor: a requeued task is drawn again without it.
+local function position() return get('next_draw') - get('x:requeued') end
 
 grant_queue('leases', due())
 grant_queue('open', '+inf')
 refusal = draw_refusal()
 while granted() < request.count and not refusal do
-  local task = request.tasks[get('next_draw') - request.start + 1]
-  if get('next_draw') < request.start or not task then stale = true; break end
-  local d = make_draw(task)
+  local task = request.tasks[position() - request.start + 1]
+  if position() < request.start or not task then stale = true; break end
+  call('HINCRBY', K.cursor, task[1], 1)
+  local d = make_draw(task[1], task[2], 0)
   for i = 0, rules.group_size - 1 do
     if granted() < request.count then grant(d, i, 'new') else enqueue('open', member(d, i), rank(d, i)) end
   end
   refusal = draw_refusal()
 end
 local result = {groups = grants.groups, partials = partials, finished = get('numbered') >= rules.steps,
-  next_draw = get('next_draw'), stale = stale, epoch = meta.epoch}
+  position = position(), stale = stale, epoch = meta.epoch}
 save()
 if granted() == 0 and not stale then
   result.why = refusal or 'none'

@@ -24,46 +24,52 @@ for i = 1, #flat, 2 do
   meta[flat[i]] = value
   stored[flat[i]] = value
 end
+if #flat == 0 and not request.schema then  -- emptied; `open` alone may begin
+  return {cjson.encode({refused = 'unopened', facts = {run = rules.run}})}
+end
 local function get(name) return meta[name] or 0 end
 local function set(name, value) meta[name] = value end
 local function add(name, delta) meta[name] = (meta[name] or 0) + delta end
 local lineage = meta.lineage and cjson.decode(meta.lineage) or {}
 
 -- Records: read once, written once. A group is its own fields and then its samples, which stay packed until somebody looks.
--- A sample: st state, a attempt, sa scoring attempt, holder = STEP from which its grant started, worker; part = size of a partial,
--- its steps; info of the body = BODY, its steps; scorer = worker; why reason of closing. '' = none yet.
-local GROUP = '<I4c0I8I2I8I8i8sI8I4I8I2c0'
+-- A sample: st state, a attempt, sa scoring attempt, holder = STEP from which its grant started, time of its first grant, worker;
+-- part = size of a partial, its steps; info of the body = BODY, its steps; scorer = worker; ended = reason of closing, or reward.
+-- '' = none yet.
+local GROUP = '<I4c0I8I2I8I8i8BBsI8I4I8I2c0'
 local SAMPLE = '<sI2I2I4c0I4c0I4c0I4c0I4c0'
 local STEP = '<I4I4'  -- step, incarnation; `steps` are any number of them
 local BODY = '<I4I4I4I4I4'  -- crc, tokens, generated tokens, bytes of body and transcript: 20 bytes
 local function unpack_group(raw)
-  local e, x, n, t, m, p, st, k, r, b, rid, rest = unpacked(GROUP, raw)
-  return {e = e, x = x, n = n, t = t, m = m, p = p, st = st, k = k, r = r, b = b, rid = rid, raw = raw, rest = rest}
+  local e, x, n, t, m, p, q, quiet, st, k, r, b, rid, rest = unpacked(GROUP, raw)
+  return {e = e, x = x, n = n, t = t, m = m, p = p, q = q, quiet = quiet, st = st, k = k, r = r, b = b, rid = rid, raw = raw,
+    rest = rest}
 end
 local function samples(g)
   if g.s then return g.s end
   local list, raw, position = {}, g.raw, g.rest
   for i = 1, g.n do
-    local st, a, sa, holder, part, info, scorer, why, after = unpacked(SAMPLE, raw, position)
-    list[i] = {st = st, a = a, sa = sa, holder = holder, part = part, info = info, scorer = scorer, why = why}
+    local st, a, sa, holder, part, info, scorer, ended, after = unpacked(SAMPLE, raw, position)
+    list[i] = {st = st, a = a, sa = sa, holder = holder, part = part, info = info, scorer = scorer, ended = ended}
     position = after
   end
   g.s = list
   return list
 end
 local function pack_group(g)
-  local parts = {pack(GROUP, #g.e, g.e, g.x, g.n, g.t, g.m, g.p, g.st, g.k, g.r, g.b, #g.rid, g.rid)}
+  local parts = {pack(GROUP, #g.e, g.e, g.x, g.n, g.t, g.m, g.p, g.q, g.quiet, g.st, g.k, g.r, g.b, #g.rid, g.rid)}
   if not g.s then return parts[1] .. string.sub(g.raw, g.rest) end
   for i, s in ipairs(g.s) do
     parts[i + 1] = pack(SAMPLE, s.st, s.a, s.sa, #s.holder, s.holder, #s.part, s.part, #s.info, s.info, #s.scorer, s.scorer,
-      #s.why, s.why)
+      #s.ended, s.ended)
   end
   return table.concat(parts)
 end
-local function new_group(e, x, n, least, pinned, reserved)
+local function new_group(e, x, n, least, pinned, requeues, reserved)
   local list = {}
-  for i = 1, n do list[i] = {st = 'open', a = 0, sa = 0, holder = '', part = '', info = '', scorer = '', why = ''} end
-  return {e = e, x = x, n = n, t = now, m = least, p = pinned, st = 'open', k = 0, r = reserved, b = 0, rid = '', s = list}
+  for i = 1, n do list[i] = {st = 'open', a = 0, sa = 0, holder = '', part = '', info = '', scorer = '', ended = ''} end
+  return {e = e, x = x, n = n, t = now, m = least, p = pinned, q = requeues, quiet = 0, st = 'open', k = 0, r = reserved, b = 0,
+    rid = '', s = list}
 end
 local groups, groups_dirty = {}, {}
 local function preload(draws)
@@ -192,7 +198,9 @@ local function hold(g, bytes)  -- so many more, or fewer
 end
 local function partial_size(sample) return sample.part == '' and 0 or (unpacked('<I4', sample.part)) end
 local function steps_of(sample) return string.sub(sample.info, 21) end
-local function worker_of(sample) return string.sub(sample.holder, 9) end
+local function worker_of(sample) return string.sub(sample.holder, 17) end
+local function first_grant(sample) return string.sub(sample.holder, 9, 16) end  -- '' before it; see TIME
+local TIME = '<I8'
 local RESERVED = {open = true, leased = true, partial = true}  -- a sample in these holds the estimate `r` and its partial
 local function log(name, line) call('XADD', K[name], '*', 'line', cjson.encode(line)) end
 
@@ -208,7 +216,7 @@ local function close(d, i, sample, reason)
     hold(g, -body - transcript)
   end
   move(sample, 'closed')
-  sample.why = reason
+  sample.ended = reason
 end
 local function free(d)  -- a group without unfinished samples: it has bodies and scores
   local g = group(d)
@@ -220,8 +228,30 @@ local function free(d)  -- a group without unfinished samples: it has bodies and
   groups[d] = false
   touch(d)
 end
+local function outstanding()
+  return get('next_draw') - get('dropped') - rules.groups_per_batch * min(max(get('published'), 0), get('numbered'))
+end
+-- Open a group: reserves budget and bytes. The caller grants its samples or puts them into the open queue.
+local function make_draw(environment, index, requeues)
+  local d, per_batch, estimate = get('next_draw'), rules.groups_per_batch, get('estimate')
+  local pinned = rules.pinned and max(0, floor(d / per_batch) - rules.max_lag) or -1
+  local least = max(0, max(get('published'), 0) + floor(outstanding() / per_batch) - rules.max_lag)
+  groups[d] = new_group(environment, index, rules.group_size, pinned < 0 and least or pinned, pinned, requeues, estimate)
+  touch(d)
+  call('ZADD', K.unfinished, d, d)
+  add('next_draw', 1); add('g:open', 1); add('s:open', rules.group_size); add('sequence', 1)
+  add('reserved', rules.group_size * estimate)
+  return d
+end
+local REQUEUED = {failed = true, timeout = true, lag = true}
+local function requeue(g, reason)  -- the task of a dropped group again, in the slot that it leaves; nil when it is not worth it
+  if not REQUEUED[reason] or g.q >= rules.max_requeues or get('numbered') >= rules.steps then return end
+  local d = make_draw(g.e, g.x, g.q + 1)
+  for i = 0, rules.group_size - 1 do enqueue('open', member(d, i), rank(d, i)) end
+  return d
+end
 local function drop(d, reason)
-  local g, tokens = group(d), 0
+  local g, tokens, cause = group(d), 0, nil
   for i, sample in ipairs(samples(g)) do
     if not TERMINAL[sample.st] then close(d, i - 1, sample, reason) end
     if sample.info ~= '' then
@@ -233,32 +263,45 @@ local function drop(d, reason)
   move_group(g, 'dropped')
   if g.rid ~= '' then call('XDEL', K.ready, g.rid) end
   free(d)
-  add('dropped', 1); add('x:' .. reason, 1)
+  add('dropped', 1)
+  local again = requeue(g, reason)
+  add('x:' .. (again and 'requeued' or reason), 1)
+  if again then cause = reason; reason = 'requeued as ' .. again end
   call('RPUSH', K.drops, cjson.encode({d, reason}))
-  log('dead', {draw = d, reason = reason, environment = g.e, generated_tokens = tokens})
+  log('dead', {draw = d, reason = reason, environment = g.e, generated_tokens = tokens, cause = cause})
   wake.samples = true; wake.ready = true
 end
 local function settle(d)
-  local g, closed, steps, seen = group(d), false, {}, {}
+  local g, closed, late, steps, seen, reward, signal = group(d), false, false, {}, {}, nil, false
   for _, sample in ipairs(samples(g)) do
     if not TERMINAL[sample.st] then return end
     closed = closed or sample.st == 'closed'
+    late = late or sample.ended == 'timeout'
   end
   for _, sample in ipairs(g.s) do
     local own = steps_of(sample)
-    if sample.st == 'scored' and not seen[own] then
-      seen[own] = true
-      steps[#steps + 1] = own
+    if sample.st == 'scored' then
+      signal = signal or reward ~= nil and sample.ended ~= reward
+      reward = sample.ended
+      if not seen[own] then
+        seen[own] = true
+        steps[#steps + 1] = own
+      end
     end
   end
-  if #steps == 0 then return drop(d, 'failed') end
+  if #steps == 0 then return drop(d, late and 'timeout' or 'failed') end
   move_group(g, closed and 'short' or 'complete')
+  g.quiet = signal and 0 or 1
   call('ZREM', K.unfinished, d)
+  if not signal and get('resampled') < rules.resample_no_signal then
+    add('resampled', 1)
+    return drop(d, 'no_signal')
+  end
   g.rid = call('XADD', K.ready, '*', 'draw', d, 'environment', g.e, 'steps', table.concat(steps))
   if rules.pinned or get('g:complete') + get('g:short') >= rules.groups_per_batch then wake.ready = true end
 end
-local function fail(d, i, sample, reason)  -- settle(d) has to follow
-  close(d, i, sample, 'failed')
+local function fail(d, i, sample, reason, ended)  -- settle(d) has to follow
+  close(d, i, sample, ended or 'failed')
   touch(d)
   log('dead', {draw = d, index = i, reason = reason})
 end
@@ -270,6 +313,7 @@ local function read_leases()  -- those that a request is about
   while position <= #rows do
     local run = {unpacked(LEASES, rows, position)}
     position = run[6]
+    if run[4] < 1 then run[5] = math.huge end  -- no attempt is below 1: nobody was ever granted this
     list[#list + 1] = run
     draws[#list] = run[1]
   end
@@ -347,9 +391,6 @@ local function grant_rows()
 end
 
 -- budget
-local function outstanding()
-  return get('next_draw') - get('dropped') - rules.groups_per_batch * min(max(get('published'), 0), get('numbered'))
-end
 local function draw_refusal()
   local draw, per_batch = get('next_draw'), rules.groups_per_batch
   if get('published') < 0 then return 'first_version' end

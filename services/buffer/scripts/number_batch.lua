@@ -1,10 +1,15 @@
--- Hop 4. request: incarnation, batch. Result: numbered, finished, why, facts, full. Chosen rows: {draw, lag, mask below}.
+-- Hop 4. request: incarnation, batch. Result: numbered, sequence, numbered_ms, finished, why, facts, full.
+-- Chosen rows: {draw, lag, mask below, 1 when it has no signal}.
 local batch, numbered, committed = request.batch, get('numbered'), get('committed')
 local per_batch, fenced = rules.groups_per_batch, fence(request.incarnation)
 if fenced then return fenced end
 if batch <= committed or batch > numbered + 1 then return out_of_range(batch) end
 if batch > rules.steps then return finish({numbered = false, finished = true}) end
-if batch <= numbered then return finish({numbered = true}) end
+if batch <= numbered then
+  local raw = call('HGET', K.batches, batch)  -- none: known from the log alone, since the ledger was rebuilt
+  local record = raw and cjson.decode(raw) or {q = 0, t = 0}
+  return finish({numbered = true, sequence = record.q, numbered_ms = record.t})
+end
 
 local function facts_of(unfinished, missing, count)
   local facts = {batch = batch, undrawn = missing, of = per_batch, unfinished = count or #unfinished + missing}
@@ -110,14 +115,19 @@ for n, d in ipairs(draws) do
   g.k = batch
   read_ids[n] = g.rid
   g.rid = ''
+  chosen[n][4] = g.quiet
   touch(d)
 end
 flush(K.ready, read_ids, 'XDEL')
-set('numbered', batch)
+set('numbered', batch); set('resampled', 0)
 local drops = {}
 for n, d in ipairs(call('LRANGE', K.drops, 0, -1)) do drops[n] = cjson.decode(d) end
 call('DEL', K.drops)
-call('HSET', K.batches, batch, cjson.encode({g = chosen, d = drops, q = get('sequence')}))
+local live = unfinished_draws()  -- and those that are ready, but not in this batch
+for _, entry in ipairs(call('XRANGE', K.ready, '-', '+')) do live[#live + 1] = tonumber(entry[2][2]) end
+table.sort(live)
+call('HSET', K.batches, batch, cjson.encode({
+  g = chosen, d = drops, q = get('sequence'), t = now, n = get('next_draw'), u = live}))
 log('events', {event = 'batch', batch = batch, groups = #chosen})
 wake.ready = true; wake.samples = true
-return finish({numbered = true})
+return finish({numbered = true, sequence = get('sequence'), numbered_ms = now})

@@ -1,5 +1,5 @@
--- Everything of a numbered batch. request: batch. Result: drops, sequence, epoch, groups = {{draw, environment, task, samples,
--- lag, mask below, members}, ...}. Rows, one a member: sample, info. Blobs: its bodies, then scores.
+-- Everything of a numbered batch. request: batch. Result: drops, sequence, epoch, numbered_ms, next_draw, live,
+-- groups = {{draw, environment, task, samples, lag, mask below, no signal, members}, ...}. Rows, one a member: sample, info. Blobs: its bodies, then scores.
 local raw = call('HGET', K.batches, request.batch)
 if not raw then return out_of_range(request.batch) end
 local composition, draws, listed, rows, names, blobs = cjson.decode(raw), {}, {}, {}, {}, {}
@@ -14,12 +14,13 @@ for n, c in ipairs(composition.g) do
       rows[#names] = pack('<I4I4c0', i - 1, #sample.info, sample.info)
     end
   end
-  listed[n] = {d, g.e, g.x, g.n, c[2], c[3], #names - before}
+  listed[n] = {d, g.e, g.x, g.n, c[2], c[3], c[4], #names - before}
 end
 for _, name in ipairs({'bodies', 'scores'}) do
   for first = 1, #names, 1000 do
     for _, b in ipairs(call('HMGET', K[name], unpack(names, first, min(first + 999, #names)))) do blobs[#blobs + 1] = b end
   end
 end
-local result = {groups = listed, drops = composition.d, sequence = composition.q, epoch = meta.epoch}
+local result = {groups = listed, drops = composition.d, sequence = composition.q, epoch = meta.epoch,
+  numbered_ms = composition.t, next_draw = composition.n, live = composition.u}
 return finish(result, table.concat(rows), blobs)

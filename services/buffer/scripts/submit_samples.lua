@@ -1,8 +1,8 @@
--- Hop 2. Of each lease: scored 0 | 1, info, failure. Blobs: of each its body, and score or transcript.
+-- Hop 2. Of each lease: scored 0 | 1, reward, info, failure. Blobs: of each its body, and score or transcript.
 local estimate = get('estimate')
 local function checksum(info) return string.sub(info, 1, 4) end
-local function store(d, i, sample, scored, info, body, text)
-  local g, name = group(d), member(d, i)
+local function store(d, i, sample, reward, info, body, text)
+  local g, name, scored = group(d), member(d, i), reward ~= nil
   dequeue('leases', name)
   add('reserved', -g.r)
   if sample.part ~= '' then
@@ -15,6 +15,7 @@ local function store(d, i, sample, scored, info, body, text)
   hold(g, #body + #text)
   if scored then
     move(sample, 'scored')
+    sample.ended = reward
     put('scores', name, text)
   else
     move(sample, 'unscored')
@@ -30,7 +31,7 @@ for _, run in ipairs(read_leases()) do
   local finished = false
   for i = first, first + count - 1 do
     local sample, outcome = find(d, i, epoch), 'accepted'
-    local scored, info, failure, after = unpacked('<BI4c0I4c0', ARGV[5], position)
+    local scored, reward, info, failure, after = unpacked('<Bc8I4c0I4c0', ARGV[5], position)
     position = after
     n = n + 1
     if not sample then
@@ -47,7 +48,7 @@ for _, run in ipairs(read_leases()) do
       fail(d, i, sample, failure)
       finished = true
     else
-      store(d, i, sample, scored == 1, info, ARGV[4 + 2 * n], ARGV[5 + 2 * n])
+      store(d, i, sample, scored == 1 and reward or nil, info, ARGV[4 + 2 * n], ARGV[5 + 2 * n])
       touch(d)
       finished = finished or scored == 1
     end

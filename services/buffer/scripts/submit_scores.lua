@@ -1,6 +1,6 @@
--- Hop 3. Blobs: the score of each lease
+-- Hop 3. Of each lease: reward. Blobs: the scores
 local outcomes, n = {}, 0
-local function store(d, i, sample, score)
+local function store(d, i, sample, reward, score)
   local name = member(d, i)
   local _, _, _, _, transcript = unpacked(BODY, sample.info)
   dequeue('scoring', name)
@@ -8,6 +8,7 @@ local function store(d, i, sample, score)
   put('scores', name, score)
   hold(group(d), #score - transcript)
   move(sample, 'scored')
+  sample.ended = reward
 end
 for _, run in ipairs(read_leases()) do
   local d, first, count, attempt, epoch = unpack(run)
@@ -24,7 +25,7 @@ for _, run in ipairs(read_leases()) do
     elseif attempt < sample.sa then
       outcome = 'fenced'
     elseif sample.st ~= 'scored' then
-      store(d, i, sample, ARGV[5 + n])
+      store(d, i, sample, string.sub(ARGV[5], 8 * n - 7, 8 * n), ARGV[5 + n])
       finished = true
     end
     outcomes[n] = outcome

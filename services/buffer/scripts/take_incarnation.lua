@@ -1,7 +1,12 @@
--- request: above, checkpoint
+-- request: above, checkpoint, epoch and sequence of the checkpoint
 local numbered, committed = get('numbered'), get('committed')
-if request.checkpoint > numbered then return refuse('behind', {checkpoint = request.checkpoint, numbered = numbered}) end
-if request.checkpoint < committed then return refuse('fork', {checkpoint = request.checkpoint, committed = committed}) end
+local epoch, sequence = get('epoch'), get('sequence')
+if request.checkpoint > numbered or epoch < request.epoch or (epoch == request.epoch and sequence < request.sequence) then
+  return refuse('behind', {checkpoint = request.checkpoint, numbered = numbered, epoch = epoch, sequence = sequence})
+end
+if request.checkpoint < committed then
+  return refuse('fork', {checkpoint = request.checkpoint, committed = committed, run = rules.run})
+end
 commit(request.checkpoint)
 local incarnation = max(get('incarnation'), request.above) + 1
 set('incarnation', incarnation)

@@ -66,20 +66,22 @@ class BatchMember(_message.Message):
     def __init__(self, sample: _Optional[_Union[_sample_pb2.SampleId, _Mapping]] = ..., body: _Optional[_Union[_tensor_pb2.ObjectRef, _Mapping]] = ..., score: _Optional[_Union[_sample_pb2.Score, _Mapping]] = ..., oldest_step: _Optional[int] = ..., newest_step: _Optional[int] = ..., tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ...) -> None: ...
 
 class BatchGroup(_message.Message):
-    __slots__ = ("draw", "task", "group_size", "members", "lag", "mask_below_step")
+    __slots__ = ("draw", "task", "group_size", "members", "lag", "mask_below_step", "no_signal")
     DRAW_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
     GROUP_SIZE_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     LAG_FIELD_NUMBER: _ClassVar[int]
     MASK_BELOW_STEP_FIELD_NUMBER: _ClassVar[int]
+    NO_SIGNAL_FIELD_NUMBER: _ClassVar[int]
     draw: _sample_pb2.DrawId
     task: _sample_pb2.Task
     group_size: int
     members: _containers.RepeatedCompositeFieldContainer[BatchMember]
     lag: int
     mask_below_step: int
-    def __init__(self, draw: _Optional[_Union[_sample_pb2.DrawId, _Mapping]] = ..., task: _Optional[_Union[_sample_pb2.Task, _Mapping]] = ..., group_size: _Optional[int] = ..., members: _Optional[_Iterable[_Union[BatchMember, _Mapping]]] = ..., lag: _Optional[int] = ..., mask_below_step: _Optional[int] = ...) -> None: ...
+    no_signal: bool
+    def __init__(self, draw: _Optional[_Union[_sample_pb2.DrawId, _Mapping]] = ..., task: _Optional[_Union[_sample_pb2.Task, _Mapping]] = ..., group_size: _Optional[int] = ..., members: _Optional[_Iterable[_Union[BatchMember, _Mapping]]] = ..., lag: _Optional[int] = ..., mask_below_step: _Optional[int] = ..., no_signal: _Optional[bool] = ...) -> None: ...
 
 class DropDecision(_message.Message):
     __slots__ = ("draw", "reason")
