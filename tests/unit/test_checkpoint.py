@@ -118,6 +118,10 @@ async def test_a_crash_at_any_operation_leaves_the_former_or_the_new_one(tmp_pat
                 await turn(Dying(FileStore(root), at, when), 4, 2)
             expected = 4 if at > in_force or (at == in_force and when == "after") else 2
             assert await resumed(root) == (expected, expected), (operations[at], when)
+            older = Checkpoints(FileStore(root), "test", 1)
+            await older.open()
+            for step in await older.steps():
+                assert (await older.load_at(step))[0].step == step, "what looks complete is"
             await turn(FileStore(root), 6, 3)
             assert await resumed(root) == (6, 6)
             folders = {key.split("/")[1].split("-")[0] for key in await FileStore(root).list(FOLDER) if key != POINTER}
