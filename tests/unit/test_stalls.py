@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +17,20 @@ from services.buffer.memory_ledger import MemoryLedger
 from services.buffer.stalls import Stalls
 from slipstream.cli.stall import AGE, StallWatch
 from slipstream.cli.survey import ServiceStatus
-from slipstream.lifecycle import Waits
+from slipstream.config import RunFile
+from slipstream.lifecycle import Lifecycle, SystemClock, Waits
 from slipstream.progress import Progress
+from slipstream.service import ServiceArguments, ServiceContext, open_context
 from slipstream.telemetry import BufferMetrics
 from tests.buffer_client import run_file
+from tests.contract.test_service import wait_until
+from tests.rollout_runs import run_file as tiny
+from tests.unit.test_rollout_worker import ScriptedBuffer, Turns, published, service
+
+
+def turns(folder: Path, stall_s: float) -> RunFile:
+    """A run of `Turns`, one to three turns an episode."""
+    return tiny(folder, f"{Turns.__module__}:Turns", service={"stall_s": stall_s, "metrics": False})
 
 
 class HandClock:
@@ -68,6 +81,51 @@ def test_a_patient_wait_is_shown_and_is_no_stall() -> None:
         with waits.on("batch 7: the buffer"):
             clock.now += 5
             assert waits.current == ("batch 7", 1005) and waits.impatient == ("batch 7: the buffer", 5)
+
+
+@contextlib.asynccontextmanager
+async def a_service(folder: Path, stall_s: float) -> AsyncIterator[ServiceContext]:
+    """A served process that does nothing but watch itself."""
+    run = turns(folder, stall_s)
+    lifecycle = Lifecycle(SystemClock())
+    arguments = ServiceArguments(run, "rollout", "rollout-0", "127.0.0.1:1")
+    async with open_context(arguments, lifecycle, lifecycle.clock) as context:
+        await context.serve([])
+        lifecycle.spawn("wait metrics", context.watch_waits())
+        yield context
+        lifecycle.finish()
+        assert await lifecycle.run() == 0
+
+
+async def test_a_lack_of_progress_is_told_like_a_wait(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing waits, tokens are awaited and none come: state, one log line, what status shows; over with the next token."""
+    caplog.set_level("INFO", "slipstream")
+    tokens = [0]
+    async with a_service(tmp_path, stall_s=0.1) as context:
+        context.judge_progress(lambda: tokens[0], lambda: "tokens of 2 sequences in flight")
+        await wait_until(lambda: "stalled: waiting for tokens of 2 sequences in flight" in caplog.text)
+        assert context.stuck and context.state == "stalled" and context.awaited[0] == "tokens of 2 sequences in flight"
+        assert context.registry.get_sample_value("slipstream_progress_age_seconds") > 0.1
+        context.judge_progress(lambda: tokens[0], lambda: "")
+        await wait_until(lambda: "no longer stalled" in caplog.text)
+        assert not context.stuck and context.state == "serving" and caplog.text.count("stalled: waiting") == 1
+
+
+async def test_a_stuck_worker_stops_keeping_its_leases(tmp_path: Path) -> None:
+    """A hanging engine must not hold samples for ever: without progress for stall_s the heartbeats end, so others take over."""
+    scripted, run = ScriptedBuffer(), turns(tmp_path, 0.2)
+    await published(run, scripted, 1, 0)
+    await scripted.grant(3, min_step=1)
+    async with service(run, scripted) as context:
+        await scripted.until(lambda: {3} in scripted.beats)
+        context.judge_progress(lambda: 0, lambda: "tokens of 1 sequences in flight")
+        await wait_until(lambda: context.stuck)
+        beats, silence = len(scripted.beats), asyncio.get_running_loop().time() + 6 * run.rollout.heartbeat_s
+        await wait_until(lambda: asyncio.get_running_loop().time() > silence)
+        assert len(scripted.beats) <= beats + 1, "one may have been on its way"
+        beats = len(scripted.beats)
+        context.judge_progress(lambda: 0, lambda: "")
+        await scripted.until(lambda: len(scripted.beats) > beats)
 
 
 class Fleet:
