@@ -159,11 +159,16 @@ class Weights:
         self._changed()
 
     async def _fetch(self, version: PolicyVersion) -> tuple[Manifest, Sequence[RawTensor]]:
-        """Hold it, read it, verify it."""
+        """Hold it, read it, verify it. Hold and read at once: the newest two are never deleted, others are read again."""
         context = self._context
         hold = pb.HoldVersionRequest(version=version.number, reader=context.arguments.instance, ttl=rpc.duration(HOLD_S))
-        await rpc.call_until(
+        holding = rpc.call_until(
             self._policy.HoldVersion, hold, CALL_S, context.waits, f"buffer: hold of version {version.number}", context.clock)
+        _, read = await asyncio.gather(holding, self._read(version))
+        return read
+
+    async def _read(self, version: PolicyVersion) -> tuple[Manifest, Sequence[RawTensor]]:
+        context = self._context
         manifest = await read_manifest(context.store, version, context.run.run.name)
         return manifest, await read_tensors(context.store, manifest)
 

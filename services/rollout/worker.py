@@ -26,6 +26,7 @@ from slipstream.errors import InvalidInput, SlipstreamError, Unavailable, from_s
 from slipstream.lifecycle import FINISH, STOP_INTAKE
 from slipstream.protos.buffer.v1 import samples_pb2 as pb
 from slipstream.protos.buffer.v1.samples_pb2_grpc import SampleServiceStub
+from slipstream.protos.types.v1.policy_pb2 import PolicyVersion
 from slipstream.protos.types.v1.sample_pb2 import Lease
 from slipstream.sample import crc32c
 from slipstream.service import ServiceContext, long_lived
@@ -147,8 +148,9 @@ class RolloutWorker:
         """Start what may start; when pinned, ask for the version of what may not."""
         ready: list[pb.SampleLease] = []
         held: list[pb.SampleLease] = []
-        for lease in self._held:  # asked once each: the engine's thread may change the answer between two questions
-            (ready if self._ready(lease) else held).append(lease)
+        version = None if self._pinned and self.weights.swapping else self._engine.version
+        for lease in self._held:  # one question for all: the engine's thread may change the answer between two
+            (ready if version is not None and self._ready(lease, version) else held).append(lease)
         self._held = held
         if ready:
             self._player.play(ready)
@@ -156,10 +158,8 @@ class RolloutWorker:
             self.weights.want(min((lease.pinned_version for lease in self._held), key=lambda v: v.number))
         self._note()
 
-    def _ready(self, lease: pb.SampleLease) -> bool:
-        version = self._engine.version
-        if version is None or (self._pinned and self.weights.swapping):
-            return False
+    @staticmethod
+    def _ready(lease: pb.SampleLease, version: PolicyVersion) -> bool:
         if lease.HasField("pinned_version"):
             return version.number == lease.pinned_version.number
         return version.step >= lease.min_step
