@@ -23,6 +23,7 @@ class FakeBuffer(batches_pb2_grpc.BatchServiceServicer, policy_pb2_grpc.PolicySe
         self.incarnation = self.number = self.committed = 0
         self.gate: Callable[[int], str] = lambda batch: ""
         self.checkpoint_now: Callable[[int], bool] = lambda batch: False
+        self.checkpoints_told: list[tuple[int, int]] = []  # (ledger epoch, sequence) that a start resumes from
         self.damaged_reads = 0
         self.on_event: Callable[[tuple[Any, ...]], None] = lambda event: None
 
@@ -39,8 +40,10 @@ class FakeBuffer(batches_pb2_grpc.BatchServiceServicer, policy_pb2_grpc.PolicySe
 
     async def TakeIncarnation(self, request: batches_pb2.TakeIncarnationRequest, context: Any):
         self.incarnation = max(self.incarnation, request.above) + 1
+        self.checkpoints_told.append((request.checkpoint_epoch, request.checkpoint_sequence))
         self._note("incarnation", self.incarnation, request.checkpoint_batch)
-        return batches_pb2.TakeIncarnationResponse(incarnation=self.incarnation, committed_batch=self.committed)
+        return batches_pb2.TakeIncarnationResponse(
+            incarnation=self.incarnation, committed_batch=self.committed, ledger_epoch=3, ledger_sequence=5)
 
     async def LeaseBatch(self, request: batches_pb2.LeaseBatchRequest, context: Any):
         self._fence(request.incarnation)

@@ -104,6 +104,7 @@ async def test_stopped_and_resumed_is_bitwise_the_undisturbed_run(tmp_path, dete
         assert not (tmp_path / "parts" / "model").exists()
         assert await Start(run, server.address).code == 0
     assert parts.kinds("incarnation") == [("incarnation", 1, 0), ("incarnation", 2, 2)]
+    assert parts.checkpoints_told == [(0, 0), (3, 20)], "from it the buffer knows a ledger that was lost or rewound"
     assert [e[1] for e in parts.kinds("publish")] == [0, 1, 2, 2, 3, 4], "republished on resume"
     expected, found = await versions(whole, tmp_path / "whole"), await versions(parts, tmp_path / "parts")
     assert found == expected
