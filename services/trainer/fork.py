@@ -3,8 +3,9 @@
     python -m services.trainer.fork --folder ORIGIN --at K --into FOLDER
 
 Consumes: the origin's newest checkpoint at or below K, and its batch log from there to K. Produces, for the run file that is
-already in FOLDER (run.toml): checkpoint K, in force; the last batches of the log, from which the new ledger knows where draws
-go on; metrics and audit lines up to K; fork.json, which says where all that came from.
+already in FOLDER (run.toml): checkpoint K, in force; when the schedule is pinned, the versions that its first draws name; the
+last batches of the log, from which the new ledger knows where draws go on; metrics and audit lines up to K; fork.json, which
+says where all that came from.
 Waits for: nobody. Unblocked by: nothing needed.
 
 When the origin published step K, the forked weights are compared with that version, and a difference is an error.
@@ -26,6 +27,7 @@ from services.trainer.replay import Replay, command, published
 from slipstream import batch_log
 from slipstream.config import RunFile, load
 from slipstream.errors import ConfigError, InvalidInput, NotFound, SlipstreamError
+from slipstream.manifest import write_version
 from slipstream.objects import ObjectStore, open_store
 
 
@@ -41,8 +43,19 @@ async def fork(origin: RunFile, new: RunFile, at: int) -> dict[str, Any]:
         if await store.list("checkpoints/") or await store.list("batches/"):
             raise ConfigError(f"objects.url = {new.objects_url} holds a run already: choose another place")
         replay = Replay(origin, old)
-        started = await replay.load(at)
-        await replay.through(at, _always)
+        # Pinned draws name the version of an older step, so the new run needs the versions since then, too.
+        oldest = max(0, at - new.schedule.max_lag) if new.schedule.pinned else at
+        started = await replay.load(oldest)
+
+        async def publish(step: int) -> bool:
+            if oldest <= step < at:
+                await write_version(
+                    store, run=new.run.name, number=step + 1, step=step, incarnation=replay.incarnation,
+                    tensors=replay.learner.weights(), files=replay.learner.files())
+            return True
+
+        await publish(started)
+        await replay.through(at, publish)
         weights = await replay.weights()
         for version in (await published(origin.folder, old)).get(at, ()):
             if version.weights != weights:
@@ -60,10 +73,6 @@ async def fork(origin: RunFile, new: RunFile, at: int) -> dict[str, Any]:
         "origin": {"run": origin.run.name, "folder": str(origin.folder), "objects": origin.objects_url, "hash": origin.hash},
         "step": at, "draws": draws, "replayed_from": started, "checkpoint": header.name, "weights": weights,
         "time_unix": time.time()}
-
-
-async def _always(step: int) -> bool:
-    return True
 
 
 async def _copy_log(old: ObjectStore, new: ObjectStore, at: int, max_lag: int) -> int:
