@@ -18,6 +18,7 @@ from slipstream.environment import (
     connect,
     load,
 )
+from slipstream.environments.episodes import Episodes
 from slipstream.environments.server import EnvironmentServer
 from slipstream.errors import Conflict, Exhausted, Fenced, NotFound, OutOfRange, SlipstreamError
 
@@ -159,3 +160,14 @@ async def test_sort_digits_ends_after_one_answer_and_a_truncated_one_is_wrong():
         done, cut = await c.step([
             step("e0", 1, resets[0].answer), EpisodeStep("e1", 1, Action(resets[1].answer, finish_reason=FINISH_LENGTH))])
         assert done == Step(done=True) and cut == Step(done=True, reward=0.0, components={"truncated": 1.0})
+
+
+async def test_a_broken_environment_logs_its_traceback_once(caplog: pytest.LogCaptureFixture):
+    """Twenty episodes that fail in one line of code: one traceback, then a line at every power of two, with the count."""
+    episodes = Episodes(Broken(), "broken")
+    results = await episodes.reset([EpisodeReset(f"e{i}", Task(2, 0)) for i in range(20)], 5)
+    assert len(results) == 20 and all("reset returned int" in r.message for r in results)
+    episodes.stop()
+    records = [r for r in caplog.records if r.message.startswith("reset raised")]
+    assert [bool(r.exc_info) for r in records] == [True, False, False, False, False]
+    assert "again" in records[-1].message
