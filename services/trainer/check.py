@@ -51,6 +51,6 @@ def main(run_file: Path) -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m services.trainer.check", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m services.trainer.check", description="Try the model of a run file.")
     parser.add_argument("--run-file", type=Path, required=True, help="run file, .json or .toml")
     sys.exit(main(parser.parse_args().run_file))

@@ -20,9 +20,9 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from services.trainer.batches import assemble
+from services.trainer.batches import assemble, fetch_routes
 from services.trainer.checkpoint import Checkpoints
 from services.trainer.learner import Learner
 from services.trainer.reference import start_reference
@@ -101,7 +101,10 @@ class Replay:
                 bodies = await batch_log.read_bodies(self._store, batch)
             except NotFound:
                 raise NotFound(f"batch {number} is not in the batch log: it reaches to {self.step}", "NO_BATCH") from None
-            await asyncio.to_thread(lambda b=batch, parts=bodies, k=number: self.learner.step(assemble(b, parts).groups, k))
+            read = await asyncio.to_thread(assemble, batch, bodies)
+            if self.learner.run.algorithm.route_replay != "none":
+                await fetch_routes(read, self._store)
+            await asyncio.to_thread(self.learner.step, read.groups, number)
             self.step = number
             if not await after_step(number):
                 return
@@ -127,7 +130,7 @@ async def published(folder: Path, store: ObjectStore) -> dict[int, list[Publishe
     return by_step
 
 
-def _lines(folder: Path) -> list[dict[str, int | str]]:
+def _lines(folder: Path) -> list[dict[str, Any]]:
     """Whole lines of audit/versions.jsonl; one torn by a kill is of a version that nobody was told of."""
     rows = []
     try:
@@ -204,7 +207,7 @@ async def _awaited(work: Awaitable[T]) -> T:
 
 
 if __name__ == "__main__":
-    arguments = argparse.ArgumentParser(prog="python -m services.trainer.replay", description=__doc__.partition("\n")[0])
+    arguments = argparse.ArgumentParser(prog="python -m services.trainer.replay", description="Train a run again from its batch log.")
     arguments.add_argument("--folder", type=Path, required=True, help="run folder")
     arguments.add_argument("--to", type=int, help="last step; default: the newest that has a published version")
     sys.exit(command(lambda found: _main(found.folder, found.to), arguments))
