@@ -301,6 +301,7 @@ class MemoryBatches:
             for index, sample in enumerate(group["s"]):
                 if sample_ms and "t" in sample and sample["st"] not in TERMINAL and sample["t"] + sample_ms <= now:
                     state.fail((draw, index), sample, "timeout", "timeout")
+            state.settle(draw)
         state.holds = {k: t for k, t in state.holds.items() if t > now}
         self._notify()
 

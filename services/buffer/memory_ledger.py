@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from services.buffer.cursor import TaskCursor
 from services.buffer.ledger import (
@@ -81,6 +81,7 @@ class MemoryLedger(MemoryBatches):
         sample, pinned = group["s"][index], 0
         if sample["a"] >= self.rules.max_attempts:
             state.fail(key, sample, "attempts")
+            state.settle(draw)
             return
         if group["p"] >= 0 and not (pinned := state.pinned_version(group["p"]) or 0):
             return
@@ -139,8 +140,9 @@ class MemoryLedger(MemoryBatches):
         return Outcome.ACCEPTED
 
     async def submit_samples(self, submits: Sequence[Submit]) -> list[Outcome]:
+        """Groups are settled once the whole list is taken, so that its order does not matter."""
         outcomes = [self._submit(submit) for submit in submits]
-        self._notify()
+        self._settle(s.lease for s in submits)
         return outcomes
 
     def _submit(self, submit: Submit) -> Outcome:
@@ -180,7 +182,6 @@ class MemoryLedger(MemoryBatches):
             state.move(sample, "scored")
             state.scores[key] = submit.score
             state.hold(sample, "ls", len(submit.score))
-            state.settle(key[0])
             return
         state.move(sample, "unscored")
         state.transcripts[key] = submit.transcript
@@ -242,6 +243,7 @@ class MemoryLedger(MemoryBatches):
         state, (draw, index) = self.state, key
         if sample["sa"] >= self.rules.max_attempts:
             state.fail(key, sample, "scoring attempts")
+            state.settle(draw)
             return
         state.move(sample, "scoring")
         sample.update(sa=sample["sa"] + 1, sw=worker)
@@ -255,7 +257,7 @@ class MemoryLedger(MemoryBatches):
 
     async def submit_scores(self, scores: Sequence[Scored]) -> list[Outcome]:
         outcomes = [self._submit_score(s) for s in scores]
-        self._notify()
+        self._settle(s.lease for s in scores)
         return outcomes
 
     def _submit_score(self, scored: Scored) -> Outcome:
@@ -278,8 +280,12 @@ class MemoryLedger(MemoryBatches):
         state.scores[key] = scored.score
         state.hold(sample, "ls", len(scored.score))
         state.move(sample, "scored")
-        state.settle(lease.draw)
         return Outcome.ACCEPTED
+
+    def _settle(self, leases: Iterable[Lease]) -> None:
+        for draw in sorted({lease.draw for lease in leases if self.state.find(lease)}):
+            self.state.settle(draw)
+        self._notify()
 
     def _notify(self) -> None:
         changed, self.state.changed = sorted(self.state.changed), set()

@@ -107,17 +107,16 @@ class MemoryState:
         sample["why"] = reason
 
     def fail(self, key: Key, sample: Record, reason: str, why: str = "failed") -> None:
-        """Close a sample for good, by name in the dead letters; its group may be finished by that."""
+        """Close a sample for good, by name in the dead letters. `settle` has to follow."""
         self.close(key, sample, why)
         self.log("dead", {"draw": key[0], "index": key[1], "reason": reason})
-        self.settle(key[0])
 
     def settle(self, draw: int) -> None:
         """Group open → complete | short | dropped(failed | timeout | no_signal) once every sample is scored or closed."""
-        group = self.groups[draw]
-        states = [s["st"] for s in group["s"]]
-        if any(st not in TERMINAL for st in states):
+        group = self.groups.get(draw)
+        if group is None or group["st"] != "open" or any(s["st"] not in TERMINAL for s in group["s"]):
             return
+        states = [s["st"] for s in group["s"]]
         if "scored" not in states:
             self.drop(draw, "timeout" if any(s["why"] == "timeout" for s in group["s"]) else "failed")
             return

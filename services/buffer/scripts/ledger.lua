@@ -271,8 +271,9 @@ local function drop(d, reason)
   log('dead', {draw = d, reason = reason, environment = g.e, generated_tokens = tokens, cause = cause})
   wake.samples = true; wake.ready = true
 end
-local function settle(d)
+local function settle(d)  -- nothing when it is finished already
   local g, closed, late, steps, seen, reward, signal = group(d), false, false, {}, {}, nil, false
+  if not g or g.st ~= 'open' then return end
   for _, sample in ipairs(samples(g)) do
     if not TERMINAL[sample.st] then return end
     closed = closed or sample.st == 'closed'

@@ -25,10 +25,9 @@ local function store(d, i, sample, reward, info, body, text)
   estimate = estimate + floor((#body + (scored and 0 or #text) - estimate) / 16)
 end
 
-local outcomes, n, position = {}, 0, 1
+local outcomes, finished, n, position = {}, {}, 0, 1
 for _, run in ipairs(read_leases()) do
   local d, first, count, attempt, epoch = unpack(run)
-  local finished = false
   for i = first, first + count - 1 do
     local sample, outcome = find(d, i, epoch), 'accepted'
     local scored, reward, info, failure, after = unpacked('<Bc8I4c0I4c0', ARGV[5], position)
@@ -46,15 +45,16 @@ for _, run in ipairs(read_leases()) do
       outcome = checksum(sample.info) == checksum(info) and 'accepted' or 'conflict'
     elseif failure ~= '' then
       fail(d, i, sample, failure)
-      finished = true
+      finished[#finished + 1] = d
     else
       store(d, i, sample, scored == 1 and reward or nil, info, ARGV[4 + 2 * n], ARGV[5 + 2 * n])
       touch(d)
-      finished = finished or scored == 1
+      if scored == 1 then finished[#finished + 1] = d end
     end
     outcomes[n] = outcome
   end
-  if finished then settle(d) end
 end
+table.sort(finished)
+for _, d in ipairs(finished) do settle(d) end  -- once all are taken, so that their order does not matter
 set('estimate', estimate)
 return finish(exceptions(outcomes))

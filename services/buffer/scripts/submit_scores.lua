@@ -1,5 +1,5 @@
 -- Hop 3. Of each lease: reward. Blobs: the scores
-local outcomes, n = {}, 0
+local outcomes, finished, n = {}, {}, 0
 local function store(d, i, sample, reward, score)
   local name = member(d, i)
   local _, _, _, _, transcript = unpacked(BODY, sample.info)
@@ -12,7 +12,6 @@ local function store(d, i, sample, reward, score)
 end
 for _, run in ipairs(read_leases()) do
   local d, first, count, attempt, epoch = unpack(run)
-  local finished = false
   for i = first, first + count - 1 do
     local sample, outcome = find(d, i, epoch), 'accepted'
     n = n + 1
@@ -26,13 +25,14 @@ for _, run in ipairs(read_leases()) do
       outcome = 'fenced'
     elseif sample.st ~= 'scored' then
       store(d, i, sample, string.sub(ARGV[5], 8 * n - 7, 8 * n), ARGV[5 + n])
-      finished = true
+      finished[#finished + 1] = d
     end
     outcomes[n] = outcome
   end
-  if finished then
-    touch(d)
-    settle(d)
-  end
+end
+table.sort(finished)
+for _, d in ipairs(finished) do  -- once all are taken, so that their order does not matter
+  touch(d)
+  settle(d)
 end
 return finish(exceptions(outcomes))
