@@ -129,7 +129,7 @@ async def _main(folder: Path, at: int, into: Path) -> int:
 
 
 if __name__ == "__main__":
-    arguments = argparse.ArgumentParser(prog="python -m services.trainer.fork", description="Start a new run where another one stood.")
+    arguments = argparse.ArgumentParser(prog="python -m services.trainer.fork", description="Fork a run after a step.")
     arguments.add_argument("--folder", type=Path, required=True, help="run folder of the origin")
     arguments.add_argument("--at", type=int, required=True, help="step after which the new run starts")
     arguments.add_argument("--into", type=Path, required=True, help="folder of the new run, with its run.toml")

@@ -207,7 +207,7 @@ async def _awaited(work: Awaitable[T]) -> T:
 
 
 if __name__ == "__main__":
-    arguments = argparse.ArgumentParser(prog="python -m services.trainer.replay", description="Train a run again from its batch log.")
+    arguments = argparse.ArgumentParser(prog="python -m services.trainer.replay", description="Replay the batch log.")
     arguments.add_argument("--folder", type=Path, required=True, help="run folder")
     arguments.add_argument("--to", type=int, help="last step; default: the newest that has a published version")
     sys.exit(command(lambda found: _main(found.folder, found.to), arguments))
