@@ -24,7 +24,8 @@ from services.buffer.samples import SampleServicer
 from services.buffer.scores import ScoreServicer
 from services.buffer.sessions import SessionServicer
 from slipstream import environment, logs
-from slipstream.errors import ConfigError, Unavailable
+from slipstream.balance import BALANCE_KEY
+from slipstream.errors import ConfigError, SlipstreamError, Unavailable
 from slipstream.lifecycle import CLOSE, FLUSH, STOP_INTAKE, Clock, SystemClock
 from slipstream.objects import ObjectStore
 from slipstream.protos.buffer.v1 import (
@@ -85,8 +86,11 @@ async def _serve(context: ServiceContext, ledger: Ledger, metrics: BufferMetrics
         front.changes.close()
 
     async def last_state() -> None:
-        await archive(ledger, context.store)
-        await keep(front, context.clock, context.store)
+        try:
+            await archive(ledger, context.store)
+            await keep(front, context.clock, context.store)
+        except SlipstreamError as error:
+            log.warning(f"the ledger's last state was not written to the store, {BALANCE_KEY} is older: {error.message}")
 
     context.lifecycle.on_stop(STOP_INTAKE, close, "long polls")
     context.lifecycle.on_stop(FLUSH, last_state, "the ledger's last state")  # after the gRPC server, which ends in this stage
