@@ -32,7 +32,7 @@ class World:
         self.archived: list[dict[str, Any]] = []
         self.incarnations = [0]
         self.step = 0
-        self.taken: set[str] = set()  # edges, as es:old>new and eg:old>new
+        self.taken: set[str] = set()  # edges and drops, as es:old>new, eg:old>new and x:reason
 
     @property
     def state(self) -> Any:
@@ -52,7 +52,7 @@ class World:
         """The answer, or (type, reason, metadata) of the error."""
         answer = await _answer(self.model, method, args)
         check_sums(self.state)
-        self.taken.update(name for name in self.state.meta if name.startswith(("es:", "eg:")))
+        self.taken.update(name for name, count in self.state.meta.items() if count and name.startswith(("es:", "eg:", "x:")))
         (await self.model.balance()).check(self.rules.group_size)
         return answer
 
