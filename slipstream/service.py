@@ -217,7 +217,8 @@ class _StatusServicer(status_pb2_grpc.StatusServiceServicer):
     async def GetStatus(self, request: status_pb2.GetStatusRequest, context: Any) -> status_pb2.GetStatusResponse:
         own = self._context
         awaited = own.awaited
-        sentence, waited_s = (awaited if own.stalled else own.waits.current) or (awaited if awaited[1] >= SHOWN_S else ("", 0.0))
+        shown = awaited if own.stalled else own.waits.current
+        sentence, waited_s = shown or (awaited if awaited[1] >= SHOWN_S else ("", 0.0))
         response = status_pb2.GetStatusResponse(
             run=own.run.run.name, service=own.arguments.service, instance=own.arguments.instance, state=own.state,
             waiting_for=sentence, waited=rpc.duration(waited_s), uptime=rpc.duration(own.clock.monotonic() - own.started),
