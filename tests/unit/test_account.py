@@ -124,6 +124,9 @@ async def test_an_ended_run_is_read_from_the_store(ledger: RedisLedger, tmp_path
     await some_work(ledger)
     live, front, store = await asked(ledger, tmp_path), Front(ledger, BufferMetrics(CollectorRegistry())), FileStore(
         tmp_path / "objects")
+    torn = "".join(json.dumps(line) + "\n" for line in await ledger.archive())  # a buffer that died before it could trim
+    await store.put("ledger/001-000000000001.jsonl", torn.encode())
+    assert (await asked(ledger, tmp_path)).letters == live.letters
     assert await archive(ledger, store) > 0 and await archive(ledger, store) == 0
     assert [row["id"] for row in (await asked(ledger, tmp_path)).letters] == [row["id"] for row in live.letters]
     await keep(front, SystemClock(), store)
