@@ -22,6 +22,7 @@ from benchmarks.faults.victims import Ended, Run
 HOLD_S = 15.0
 STALL_S = 150.0
 LOOK_S = 0.1
+GAP_S = 0.3  # between two faults of a list, at least
 
 
 class Stalled(Exception):
@@ -77,8 +78,10 @@ class Injector:
         return time.monotonic() - self._since
 
     async def _all(self, faults: Iterator[Fault], hit: Callable[[Fault], Awaitable[None]]) -> None:
+        due = time.monotonic()
         for fault in faults:
-            await asyncio.sleep(fault.after_s)
+            due += fault.after_s
+            await asyncio.sleep(max(GAP_S, due - time.monotonic()))  # who was held up comes sooner
             while self._quiet_s > HOLD_S:
                 if self._quiet_s > STALL_S:
                     raise Stalled

@@ -1,6 +1,6 @@
 """The task of a chaos run: sort digits, slowly and not always successfully.
 
-While the file `pace_file` exists an episode takes up to `pace_s` and a score 50 ms, so that every fault finds samples in every
+While the file `pace_file` exists an episode takes up to `pace_s` and a score 150 ms, so that every fault finds samples in every
 state and the run does not end before the faults do. Which episodes fail, and every score, is a function of what the
 model said alone: with deterministic kernels the same samples fail whoever plays them and however often.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from slipstream.environment import Action, Episode, Reset, Step, Task
 from slipstream.environments.sort_digits import SortDigits
 
-SCORE_S = 0.05
+SCORE_S = 0.15
 HOPELESS = 40
 
 
