@@ -181,6 +181,12 @@ class Algorithm(Section):
         default=0, ge=0, description="Tokens before rollout.max_new_tokens in which the reward falls by up to 1; 0 = off."
     )
     mask_truncated: bool = Field(default=False, description="Leave out answers cut off by the token limit, of counts too.")
+    route_replay: Literal["auto", "sampler", "none"] = Field(
+        default="auto", description="Train with the sampler's experts: where samples carry them (auto), always, or never."
+    )
+    route_check_every: PositiveInt = Field(
+        default=10, description="Steps between proofs that replayed routes bring the trainer closer to the sampler."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -343,6 +349,10 @@ class RunFile(Section):
                 f"rollout.heartbeat_s = {rollout.heartbeat_s:g} is not below rollout.lease_s = {rollout.lease_s:g}: every "
                 "lease would lapse; a quarter of it is a good value"
             )
+        if self.algorithm.route_replay == "sampler" and not rollout.capture_routes:
+            raise ValueError(
+                "algorithm.route_replay = sampler with rollout.capture_routes = false: there would be nothing to replay; set "
+                "the latter to true, or route_replay = auto")
         names = [e.name for e in self.environments]
         if duplicate := next((n for n in names if names.count(n) > 1), None):
             raise ValueError(f"environments: the name {duplicate!r} appears twice")

@@ -127,6 +127,8 @@ class TrainerMetrics(_Group):
         self.grad_norm = self._gauge("grad_norm", "Gradient norm of the last step before clipping.")
         self.entropy = self._gauge("entropy", "Mean entropy of the policy over the trained tokens, in nats.")
         self.clip_share = self._gauge("clip_share", "Share of tokens whose ratio was clipped.")
+        self.route_flip_share = self._gauge(
+            "route_flip_share", "Share of replayed choices of experts that the trainer's router would make otherwise.")
         self.logprob_gap_mean = self._gauge(
             "logprob_gap_mean", "Mean |trainer - sampler| log-probability over the tokens, in nats.")
         self.logprob_gap_max = self._gauge("logprob_gap_max", "Greatest |trainer - sampler| log-probability, in nats.")

@@ -22,9 +22,10 @@ from services.trainer.records import AuditEntry
 from slipstream import rpc
 from slipstream.errors import InvalidInput, Unavailable, from_rpc_error
 from slipstream.lifecycle import Clock, Waits
+from slipstream.objects import ObjectStore
 from slipstream.protos.buffer.v1 import batches_pb2
-from slipstream.protos.types.v1 import sample_pb2
-from slipstream.sample import crc32c, decode
+from slipstream.protos.types.v1 import sample_pb2, tensor_pb2
+from slipstream.sample import Segment, array, crc32c, decode
 
 POLL_S = 10.0
 # An answer without a batch may come at once (checkpoint_now): ask again a little later.
@@ -32,6 +33,7 @@ PAUSE_S = 0.05
 READ_TIMEOUT_S = 120.0
 # Bodies that disagree with the composition are read again this often before the trainer gives up.
 READ_TRIES = 3
+FETCHES = 16  # objects read at a time
 
 Key = tuple[int, int, int]
 
@@ -52,8 +54,11 @@ class TrainingBatch:
 class BatchReader:
     """Leases and reads batches. `checkpoint_now` is called when the buffer asks for a checkpoint before it can go on."""
 
-    def __init__(self, stub: Any, clock: Clock, waits: Waits, checkpoint_now: Callable[[], object]) -> None:
-        self._stub, self._clock, self._waits, self._checkpoint_now = stub, clock, waits, checkpoint_now
+    def __init__(
+        self, stub: Any, clock: Clock, waits: Waits, checkpoint_now: Callable[[], object], routes: ObjectStore | None = None,
+    ) -> None:
+        """`routes`: the store that routes by reference are fetched from; None leaves them out."""
+        self._stub, self._clock, self._waits, self._checkpoint_now, self._routes = stub, clock, waits, checkpoint_now, routes
 
     async def next(self, number: int, incarnation: int) -> TrainingBatch | None:
         """Batch `number`, or None when the run has no more. Raises Fenced, OutOfRange, InvalidInput."""
@@ -84,11 +89,25 @@ class BatchReader:
                 self._fetch, batches_pb2.ReadBatchRequest(batch=batch.batch), READ_TIMEOUT_S, self._waits,
                 f"batch {batch.batch}: bodies from the buffer", self._clock)
             try:
-                return await asyncio.to_thread(assemble, batch, bodies)
+                read = await asyncio.to_thread(assemble, batch, bodies)
+                if self._routes is not None:
+                    await self._read_routes(read, self._routes)
+                return read
             except InvalidInput:
                 tries += 1
                 if tries == READ_TRIES:
                     raise
+
+    async def _read_routes(self, batch: TrainingBatch, store: ObjectStore) -> None:
+        async def fetch(_: None, timeout: float) -> None:
+            try:
+                async with asyncio.timeout(timeout):
+                    await fetch_routes(batch, store)
+            except TimeoutError:
+                raise Unavailable(f"the routes were not there after {timeout:g} s", "TIMEOUT") from None
+
+        what = f"batch {batch.number}: routes from the object store"
+        await rpc.call_until(fetch, None, READ_TIMEOUT_S, self._waits, what, self._clock)
 
     async def _fetch(self, request: batches_pb2.ReadBatchRequest, timeout: float) -> dict[Key, bytes]:
         """Bodies by (epoch, draw, index); one whose checksum is wrong makes the whole read be tried again."""
@@ -134,6 +153,34 @@ def assemble(batch: batches_pb2.Batch, bodies: dict[Key, bytes]) -> TrainingBatc
         drops[drop.reason] = drops.get(drop.reason, 0) + 1
     means = {name: sum(values) / len(values) for name, values in sorted(components.items())}
     return TrainingBatch(batch.batch, groups, audit, batch.ledger_sequence, drops, means, dict(failures))
+
+
+async def fetch_routes(batch: TrainingBatch, store: ObjectStore) -> None:
+    """Put the routes that bodies only refer to into their segments.
+
+    Raises Unavailable when the store cannot be reached; InvalidInput, naming draw and sample, when an object is gone, or its
+    bytes or its shape are not those that were recorded.
+    """
+    at_once = asyncio.Semaphore(FETCHES)
+
+    async def fetch(segment: Segment, reference: sample_pb2.Routes, place: str) -> None:
+        where = reference.object
+        async with at_once:
+            data = await store.get(where.key, where.offset, where.size)
+        if crc32c(data) != where.crc32c:
+            raise InvalidInput(f"{place}: the routes in {where.key} are not those that were recorded", "ROUTES_CHECKSUM")
+        segment.routes = array(tensor_pb2.Tensor(dtype=reference.dtype, shape=reference.shape, data=data), f"{place}.routes")
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for group in batch.groups:
+                for member in group.members:
+                    for i, segment in enumerate(member.sample.segments):
+                        if segment.routes is None and segment.routes_ref is not None:
+                            tasks.create_task(fetch(
+                                segment, segment.routes_ref, f"draw {group.draw}, sample {member.index}, segment {i}"))
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
 
 
 def trained_crc32c(member: Member, mask_below_step: int) -> int:

@@ -28,6 +28,7 @@ from services.trainer.packing import (
     with_advantages,
     without_signal,
 )
+from services.trainer.route_policy import RoutePolicy
 from services.trainer.snapshot import Snapshot, restore, take
 from slipstream import config
 from slipstream.errors import ConfigError, InvalidInput
@@ -55,6 +56,7 @@ class Learner:
         self.optimizer = adamw(self.model, run.trainer, learning_rate or run.trainer.learning_rate)
         self.objective = Objective(run.algorithm, run.rollout.max_new_tokens)
         self._policy = _Scorer(self.model, run.trainer.logit_rows)
+        self._routes = RoutePolicy(self.model, run.algorithm)
         self._reference: _Scorer | None = None
 
     def step(self, groups: Sequence[Group], step: int) -> Metrics:
@@ -70,8 +72,10 @@ class Learner:
             [rows] = self._with_reference([rows])
         batches = microbatches(rows, self.run.trainer.tokens_per_microbatch)
         loss, entropies, ratios, grad_norm = 0.0, [], [], 0.0
+        self._routes.begin(batches, step)
         for batch in batches:
             logprobs_M, entropy_M = self.forward(batch, bool(self.run.algorithm.entropy_coefficient))
+            self._routes.examine(batch, logprobs_M, lambda b=batch: self.forward(replace(b, routes=None))[0])
             inputs = _loss_inputs(batch, logprobs_M, entropy_M)
             share = self.objective.loss(inputs)
             share.backward()
@@ -85,6 +89,7 @@ class Learner:
             **diagnostics.divergence(
                 _joined(ratios), _joined([b.advantages for b in batches]), _joined([b.fresh for b in batches], bool),
                 self.run.algorithm.clip_low, self.run.algorithm.clip_high),
+            **self._routes.metrics(),
             "loss": loss, "grad_norm": grad_norm, "trained_tokens": sum(len(row.index) for row in rows),
             "microbatches": len(batches), "entropy": float(_joined(entropies).mean()) if batches else 0.0,
             "learning_rate": self.optimizer.param_groups[0]["lr"],
@@ -107,7 +112,8 @@ class Learner:
         if len(batch.inputs) and not (
                 batch.inputs.min() >= 0 and max(batch.inputs.max(), batch.targets.max()) < self.vocabulary):
             raise InvalidInput(f"a token is outside of the model's 0..{self.vocabulary - 1}", "TOKEN", field="tokens")
-        return self._policy(batch, entropy_gradient)
+        with self._routes.replaying(batch):
+            return self._policy(batch, entropy_gradient)
 
     def start_reference(self, first: Sequence[RawTensor] | None = None) -> None:
         """Load the reference model of a KL term: a directory, else `first`, the weights of step 0, else those of now."""

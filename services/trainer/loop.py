@@ -66,7 +66,9 @@ class TrainerLoop:
         self.learner: Learner
         self.publisher: Publisher
         self._batches: Any = batches_pb2_grpc.BatchServiceStub(context.channel)
-        self._reader = BatchReader(self._batches, self.clock, self.waits, self.request_checkpoint)
+        self._reader = BatchReader(
+            self._batches, self.clock, self.waits, self.request_checkpoint,
+            context.store if self.settings.algorithm.route_replay != "none" else None)
         self._torch = ThreadPoolExecutor(1, "torch")
         self._wake, self._wanted, self._training = asyncio.Event(), False, False
         self._prefetched: asyncio.Task[TrainingBatch | None] | None = None
@@ -338,6 +340,8 @@ def show_metrics(metrics: telemetry.TrainerMetrics, entry: Metrics) -> None:
         getattr(metrics, name).set(entry[name])
     metrics.logprob_gap_mean.set(entry["gap_mean"])
     metrics.logprob_gap_max.set(entry["gap_max"])
+    if entry.get("route_flip_share") is not None:
+        metrics.route_flip_share.set(entry["route_flip_share"])
     metrics.step_seconds.observe(entry["step_s"])
     metrics.wait_seconds.observe(entry["wait_s"])
     metrics.tokens.inc(entry["tokens"])

@@ -60,6 +60,7 @@ class Row:
     advantage: float = 0.0
     weight: float = 0.0  # of each of its tokens in the loss
     reference: np.ndarray | None = None  # float32 [M]: log-probability under the reference model
+    routes: np.ndarray | None = None  # uint8 or uint16 [T, L, K]: the sampler's experts; each input token has its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,8 @@ class Microbatch:
     lags: np.ndarray  # int64 [M]
     fresh: np.ndarray  # bool [M]: sampled with the very weights that are trained now
     reference: np.ndarray | None  # float32 [M]
+    routes: np.ndarray | None = None  # uint8 or uint16 [R, T, L, K], when a row has some
+    routed: np.ndarray | None = None  # bool [R, T]: where `routes` holds; not in padding, nor in rows without
 
 
 def sample_rows(groups: Sequence[Group], step: int) -> list[list[Row]]:
@@ -164,7 +167,34 @@ def _row(segment: Segment, step: int, mask_below_step: int, place: str) -> Row |
     versions = {(span.version, span.incarnation) for span in segment.spans}
     return Row(
         segment.tokens[:-1], positions - 1, segment.tokens[positions], segment.logprobs[kept], step - 1 - steps[kept],
-        len(versions) == 1)
+        len(versions) == 1, routes=_routes(segment, place))
+
+
+def _routes(segment: Segment, place: str) -> np.ndarray | None:
+    """Its routes are of its inputs: the last token never entered the sampler's model, and has none."""
+    routes = segment.routes
+    if routes is not None and (routes.ndim != 3 or len(routes) != len(segment.tokens) - 1):
+        raise InvalidInput(
+            f"{place}: routes of shape {routes.shape} for {len(segment.tokens)} tokens; [T - 1, L, K] is needed",
+            "LENGTH_MISMATCH", field="routes")
+    return routes
+
+
+def _padded_routes(rows: Sequence[Row], width: int) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """[R, T, L, K] and where they hold, [R, T]."""
+    shapes = {row.routes.shape[1:] for row in rows if row.routes is not None}
+    if not shapes:
+        return None, None
+    if len(shapes) > 1:
+        raise InvalidInput(
+            f"routes of {' and '.join(map(str, sorted(shapes)))} (layers, experts) in one batch: samplers ran different models",
+            "ROUTES_SHAPE", field="routes")
+    dtype = np.result_type(*(row.routes.dtype for row in rows if row.routes is not None))
+    routes, routed = np.zeros((len(rows), width, *shapes.pop()), dtype), np.zeros((len(rows), width), bool)
+    for i, row in enumerate(rows):
+        if row.routes is not None:
+            routes[i, : len(row.routes)], routed[i, : len(row.routes)] = row.routes, True
+    return routes, routed
 
 
 def _pad(rows: Sequence[Row]) -> Microbatch:
@@ -190,4 +220,5 @@ def _pad(rows: Sequence[Row]) -> Microbatch:
         lags,
         (lags == 0) & per_token([row.one_version for row in rows], np.bool_),
         np.concatenate(references) if references else None,
+        *_padded_routes(rows, width),
     )
