@@ -7,8 +7,6 @@ contents, and these must add up (`ledger_sums`). Operations and faults: `ledger_
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,19 +15,13 @@ from hypothesis import strategies as st
 from services.buffer.transitions import GROUP_EDGES, SAMPLE_EDGES
 from tests.property.ledger_programs import RULES, Step, fixed_program, play, programs
 from tests.property.ledger_world import Pair
-from tests.redis_server import RedisProcess, redis_process
+from tests.redis_server import RedisProcess
 
 QUIET = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
 SCHEDULES = st.sampled_from(sorted(RULES))
 TOUR = [("again", 11), ("lag", 16), ("free", 10), ("deadlines", 4), ("again", 25)]
 NOT_BUILT = {"eg:batched>dropped", "eg:complete>evaluated", "eg:short>evaluated"}  # evaluation draws; nothing drops a batch yet
 REASONS = ("failed", "timeout", "lag", "no_signal", "requeued", "ledger lost")
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
-    with redis_process(Path(tmp_path_factory.mktemp("model"))) as process:
-        yield process
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=QUIET)
