@@ -62,8 +62,8 @@ def ministack_server(folder: Path) -> Iterator[str]:
         with client_settings():
             yield f"http://127.0.0.1:{port}"
     finally:
-        server.kill()
-        server.wait()
+        server.terminate()
+        server.wait(timeout=10)
 
 
 @contextlib.asynccontextmanager
