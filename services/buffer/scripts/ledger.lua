@@ -254,10 +254,7 @@ local function drop(d, reason)
   local g, tokens, cause = group(d), 0, nil
   for i, sample in ipairs(samples(g)) do
     if not TERMINAL[sample.st] then close(d, i - 1, sample, reason) end
-    if sample.info ~= '' then
-      local _, _, generated = unpacked(BODY, sample.info)
-      tokens = tokens + generated
-    end
+    if sample.info ~= '' then tokens = tokens + (select(3, unpacked(BODY, sample.info))) end  -- generated
   end
   if g.st == 'open' then call('ZREM', K.unfinished, d) end
   move_group(g, 'dropped')
@@ -284,10 +281,7 @@ local function settle(d)  -- nothing when it is finished already
     if sample.st == 'scored' then
       signal = signal or reward ~= nil and sample.ended ~= reward
       reward = sample.ended
-      if not seen[own] then
-        seen[own] = true
-        steps[#steps + 1] = own
-      end
+      if not seen[own] then seen[own] = true; steps[#steps + 1] = own end
     end
   end
   if #steps == 0 then return drop(d, late and 'timeout' or 'failed') end
