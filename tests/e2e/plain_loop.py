@@ -53,7 +53,7 @@ def plain_loop(model_dir, *, steps, max_lag, groups, group_size, new_tokens, lr,
     versions = [{k: v.clone() for k, v in trained.state_dict().items()}]
     for step in range(1, steps + 1):
         sampler.load_state_dict(versions[max(0, step - 1 - max_lag)])
-        rows = []
+        rows, counted = [], 0
         for draw in range((step - 1) * groups, step * groups):
             reset = SortDigits().reset(Task(draw, seed_of(seed, "task/sort-digits", draw)))
             prompt = np.array(tokenizer(reset.text, add_special_tokens=False)["input_ids"], np.int32)
@@ -68,6 +68,7 @@ def plain_loop(model_dir, *, steps, max_lag, groups, group_size, new_tokens, lr,
             texts = [tokenizer.decode(a.tokens, skip_special_tokens=True) for a in answers]
             rewards = np.array([even_share("", text, "", {}) if end else 0.0 for text, end in zip(texts, ended, strict=True)])
             if rewards.max() > rewards.min():
+                counted += sum(len(a.tokens) for a in answers)  # also of those that are just average
                 scores = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
                 rows += [
                     (np.concatenate([prompt, a.tokens]), len(prompt), a.logprobs, s)
@@ -87,7 +88,7 @@ def plain_loop(model_dir, *, steps, max_lag, groups, group_size, new_tokens, lr,
         picked = hidden.reshape(-1, hidden.shape[-1])[torch.tensor([i * (length - 1) + t - 1 for i, t in where])]
         logprobs = torch.log_softmax(trained.lm_head(picked.unsqueeze(0))[0], -1).gather(1, targets[:, None])[:, 0]
         ratio = (logprobs - old).exp()
-        loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.28)).sum() / len(where)
+        loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.28)).sum() / counted
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained.parameters(), 1.0, foreach=True)
         optimizer.step()
