@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 
-from services.buffer.ledger import Composition
+from services.buffer.ledger import Composition, Numbering
 from slipstream import seeds
 from slipstream.batch_log import HEAD, MAGIC, log_key, numbers, read_header
-from slipstream.errors import NotFound, SlipstreamError
+from slipstream.errors import Fenced, NotFound, SlipstreamError
 from slipstream.objects import ObjectStore, Piece
 from slipstream.protos.buffer.v1 import batches_pb2
 from slipstream.protos.types.v1 import sample_pb2
@@ -43,7 +43,8 @@ def build(run: str, seed: int, composition: Composition) -> tuple[batches_pb2.Ba
 def _batch(run: str, seed: int, composition: Composition) -> batches_pb2.Batch:
     key, epoch = log_key(composition.batch), composition.ledger_epoch
     batch = batches_pb2.Batch(
-        run=run, batch=composition.batch, log_key=key, ledger_sequence=composition.ledger_sequence)
+        run=run, batch=composition.batch, log_key=key, ledger_sequence=composition.ledger_sequence,
+        numbered_unix_ms=composition.numbered_ms, next_draw=composition.next_draw, live_draws=composition.live)
     for draw, reason in composition.drops:
         batch.drops.add(draw=sample_pb2.DrawId(ledger_epoch=epoch, number=draw), reason=reason)
     for group in composition.groups:
@@ -64,6 +65,20 @@ def _batch(run: str, seed: int, composition: Composition) -> batches_pb2.Batch:
     return batch
 
 
+def same(logged: batches_pb2.Batch, numbering: Numbering) -> bool:
+    """Whether the ledger's batch k is the logged one. One that it knows from the log alone has no time of its own."""
+    if not numbering.sequence:
+        return True
+    return (logged.ledger_sequence, logged.numbered_unix_ms) == (numbering.sequence, numbering.numbered_ms)
+
+
+def diverged(batch: int) -> Fenced:
+    """The refusal of a ledger that numbered k again after it was rewound: the log is the truth."""
+    return Fenced(
+        f"batch {batch} is in the batch log with another composition: the ledger was rewound; start the trainer again, which "
+        "rebuilds it from the log", "LEDGER_BEHIND", batch=batch)
+
+
 class BatchLog:
     """Writes and reads batch log objects. Keeps the newest ones, which every rank is about to read, in memory."""
 
@@ -73,9 +88,10 @@ class BatchLog:
         self._bodies: OrderedDict[int, list[bytes]] = OrderedDict()
 
     async def write(self, composition: Composition) -> batches_pb2.Batch:
-        """Put the object if it is absent; durable when this returns."""
+        """Put the object if it is absent; durable when this returns. Raises Fenced when another batch k is there."""
         batch, pieces = build(self._run, self._seed, composition)
-        await self._store.put_if_absent(batch.log_key, pieces)
+        if not await self._store.put_if_absent(batch.log_key, pieces) and await read_header(self._store, batch.batch) != batch:
+            raise diverged(batch.batch)
         self._keep(batch, [m.body for g in composition.groups for m in g.members])
         return batch
 
@@ -83,9 +99,9 @@ class BatchLog:
         """A composition that this process has written or read lately."""
         return self._batches.get(batch)
 
-    async def header(self, batch: int) -> batches_pb2.Batch:
-        """The composition of a logged batch. Raises NotFound."""
-        if batch in self._batches:
+    async def header(self, batch: int, fresh: bool = False) -> batches_pb2.Batch:
+        """The composition of a logged batch, from the store itself when `fresh`. Raises NotFound."""
+        if batch in self._batches and not fresh:
             return self._batches[batch]
         self._keep(found := await read_header(self._store, batch), None)
         return found

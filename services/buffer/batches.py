@@ -12,17 +12,18 @@ commit.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-from services.buffer.batch_log import BatchLog
+from services.buffer.archive import archive
+from services.buffer.batch_log import BatchLog, diverged, same
 from services.buffer.cursor import TaskCursor
 from services.buffer.front import Front, shielded
-from services.buffer.ledger import Incarnation, Numbering, Rebuilt
+from services.buffer.ledger import Numbering
+from services.buffer.recovery import Recovery
 from services.buffer.sentences import batch_sentence
 from slipstream import logs, rpc
-from slipstream.errors import Fenced, NotFound, OutOfRange
+from slipstream.errors import NotFound
 from slipstream.objects import ObjectStore
 from slipstream.protos.buffer.v1 import batches_pb2, batches_pb2_grpc
 
@@ -31,48 +32,18 @@ log = logs.get("buffer")
 
 class BatchServicer(batches_pb2_grpc.BatchServiceServicer):
     def __init__(self, front: Front, store: ObjectStore, cursor: TaskCursor) -> None:
-        self._front, self._store, self._cursor = front, store, cursor
+        self._front, self._store = front, store
         self._log = BatchLog(store, front.ledger.rules.run, front.ledger.rules.seed)
+        self._recovery = Recovery(front.ledger, store, self._log, cursor, front.metrics)
         self._composing = asyncio.Lock()
 
     async def TakeIncarnation(
             self, request: batches_pb2.TakeIncarnationRequest, context: Any) -> batches_pb2.TakeIncarnationResponse:
-        taken: Incarnation = await shielded(self._take(request.above, request.checkpoint_batch))
+        taken = await shielded(self._recovery.take(request))
         log.info("incarnation taken", incarnation=taken.incarnation, checkpoint=request.checkpoint_batch)
         return batches_pb2.TakeIncarnationResponse(
             incarnation=taken.incarnation, ledger_epoch=taken.ledger_epoch, numbered_batch=taken.numbered_batch,
             committed_batch=taken.committed_batch, ledger_sequence=taken.ledger_sequence)
-
-    async def _take(self, above: int, checkpoint_batch: int) -> Incarnation:
-        try:
-            return await self._front.ledger.take_incarnation(above, checkpoint_batch)
-        except Fenced as error:
-            if error.reason != "LEDGER_BEHIND":
-                raise
-            await self._rebuild(checkpoint_batch, int(error.metadata["epoch"]))
-            return await self._front.ledger.take_incarnation(above, checkpoint_batch)
-
-    async def _rebuild(self, checkpoint_batch: int, seen_epoch: int) -> None:
-        """The ledger was lost or rewound: start a new epoch behind the checkpoint and the batch log."""
-        numbered = await self._log.newest()
-        if numbered < checkpoint_batch:
-            raise Fenced(
-                f"the checkpoint is at batch {checkpoint_batch}, the ledger is behind it and the batch log ends at {numbered}: "
-                "restore Redis or the object store, or start a new run.name", "LEDGER_LOST")
-        rules = self._front.ledger.rules
-        if rules.pinned:
-            next_draw = numbered * rules.groups_per_batch
-        else:
-            headers = [await self._log.header(k) for k in range(max(1, numbered - rules.max_lag), numbered + 1)]
-            draws = [g.draw.number for h in headers for g in h.groups] + [d.draw.number for h in headers for d in h.drops]
-            next_draw = max(draws, default=-1) + 1
-        keys = await self._store.list("versions/")
-        version = max((int(key.split("/")[1].split("-")[0]) for key in keys), default=0)
-        log.warning(
-            "the ledger is behind the checkpoint and is rebuilt from the batch log: unfinished draws are lost",
-            checkpoint=checkpoint_batch, numbered=numbered, next_draw=next_draw)
-        cursor = await asyncio.to_thread(self._cursor.counts_before, next_draw)
-        await self._front.ledger.rebuild(Rebuilt(seen_epoch, numbered, checkpoint_batch, next_draw, version, cursor))
 
     async def LeaseBatch(self, request: batches_pb2.LeaseBatchRequest, context: Any) -> batches_pb2.LeaseBatchResponse:
         front = self._front
@@ -91,19 +62,19 @@ class BatchServicer(batches_pb2_grpc.BatchServiceServicer):
             response.waiting_for = batch_sentence(numbering.waiting)
         if numbering.numbered:
             front.waiting.pop("trainer", None)
-            response.batch.CopyFrom(await shielded(self._logged(request.batch)))
+            response.batch.CopyFrom(await shielded(self._logged(request.batch, numbering)))
         return response
 
-    async def _logged(self, batch: int) -> batches_pb2.Batch:
-        """The composition, durable in the batch log."""
+    async def _logged(self, batch: int, numbering: Numbering) -> batches_pb2.Batch:
+        """The composition, durable in the batch log. Raises Fenced when the log has another: the ledger was rewound."""
         async with self._composing:
             if (known := self._log.known(batch)) is not None:
+                if not same(known, numbering):
+                    raise diverged(batch)
                 return known
-            try:
-                composition = await self._front.ledger.read_batch(batch)
-            except OutOfRange:  # known from the log alone: the ledger was rebuilt
+            if not numbering.sequence:  # known from the log alone: the ledger was rebuilt
                 return await self._log.header(batch)
-            return await self._log.write(composition)
+            return await self._log.write(await self._front.ledger.read_batch(batch))
 
     async def ReadBatch(
             self, request: batches_pb2.ReadBatchRequest, context: Any) -> AsyncIterator[batches_pb2.ReadBatchResponse]:
@@ -124,10 +95,6 @@ class BatchServicer(batches_pb2_grpc.BatchServiceServicer):
     async def _commit(self, request: batches_pb2.CommitBatchesRequest) -> int:
         ledger = self._front.ledger
         committed = await ledger.commit(request.incarnation, request.through_batch)
-        if lines := await ledger.archive():
-            meta = (await ledger.balance()).meta
-            text = "".join(json.dumps(line, sort_keys=True) + "\n" for line in lines)
-            await self._store.put(f"ledger/{meta['epoch']:03d}-{meta['sequence']:012d}.jsonl", text.encode())
-            await ledger.trim(lines)
+        await archive(ledger, self._store)
         log.info("committed", batch=committed, checkpoint=request.checkpoint_key)
         return committed

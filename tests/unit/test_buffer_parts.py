@@ -17,14 +17,12 @@ from services.buffer.changes import Changes
 from services.buffer.cursor import TaskCursor, permute
 from services.buffer.fold import Fold
 from services.buffer.ledger import BatchedGroup, Composition, Member, Rules, Waiting
-from services.buffer.redis_ledger import connect, verify
 from services.buffer.sentences import batch_sentence
 from slipstream import sample
-from slipstream.errors import ConfigError, InvalidInput, NotFound, SlipstreamError
+from slipstream.errors import InvalidInput, NotFound, SlipstreamError
 from slipstream.objects import FileStore
 from slipstream.protos.buffer.v1 import samples_pb2
 from slipstream.protos.types.v1 import sample_pb2
-from tests.redis_server import redis_process
 
 SAMPLE = {
     ("open", "leased"), ("leased", "leased"), ("leased", "partial"), ("leased", "unscored"), ("leased", "scored"),
@@ -164,34 +162,6 @@ def test_bad_samples_are_refused_with_a_reason() -> None:
             checked_sample(submitted)
         assert error.value.reason == reason
     assert checked_score(sample_pb2.Score()) != b""  # a score of 0 is a score
-
-
-async def test_a_managed_server_without_config_is_used_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Where an ACL denies CONFIG, what INFO tells is checked, and the rest is said."""
-    with redis_process(tmp_path, appendfsync="no") as server:
-        client = connect(server.url)
-        await client.execute_command("ACL", "SETUSER", "default", "-config", "-waitaof")
-        with caplog.at_level("WARNING", logger="slipstream.buffer"):
-            await verify(client, "always")
-        assert "cannot be verified" in caplog.text
-        await client.aclose()
-
-
-async def test_a_server_that_would_lose_samples_is_refused(tmp_path: Path) -> None:
-    """always needs appendfsync always, everysec at least everysec; an evicting server never fits."""
-    with redis_process(tmp_path, appendfsync="everysec") as server:
-        client = connect(server.url)
-        await verify(client, "everysec")
-        await verify(client, "memory")
-        with pytest.raises(ConfigError, match="appendfsync"):
-            await verify(client, "always")
-        await client.config_set("appendonly", "no")
-        with pytest.raises(ConfigError, match="append-only"):
-            await verify(client, "everysec")
-        await client.config_set("maxmemory-policy", "allkeys-lru")
-        with pytest.raises(ConfigError, match="noeviction"):
-            await verify(client, "memory")
-        await client.aclose()
 
 
 def test_a_wait_names_what_is_missing_and_who_has_it() -> None:

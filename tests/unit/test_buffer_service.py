@@ -11,7 +11,6 @@ import grpc
 import pytest
 from google.rpc import code_pb2
 
-from services.buffer.redis_ledger import connect
 from slipstream import rpc
 from slipstream.errors import Fenced, SlipstreamError, Unavailable
 from slipstream.protos.buffer.v1 import policy_pb2, samples_pb2, sessions_pb2
@@ -123,28 +122,3 @@ async def test_two_fronts_serve_one_ledger(redis: RedisProcess, tmp_path: Path) 
         assert len((await one.batch(1)).batch.groups) == 2
         await one.publish(1)
         assert {lease.lease.sample.draw.number for lease in (await two.lease()).leases} == {4, 5}
-
-
-async def test_a_lost_ledger_is_rebuilt_behind_the_checkpoint(redis: RedisProcess, tmp_path: Path) -> None:
-    """Redis came back empty: a new ledger epoch goes on after the batch log; leases of the old epoch are outdated."""
-    async with buffer(redis, tmp_path / "objects") as client:
-        await client.begin()
-        for k in (1, 2):
-            await client.step(k)
-            await client.batch(k)
-            await client.publish(k)
-        old = (await client.lease()).leases
-        admin = connect(redis.url)
-        await admin.flushall()
-        await admin.aclose()
-        await client.front.ledger.open({"sort": 10})
-        taken = await client.take_incarnation(above=1, checkpoint_batch=1)
-        assert (taken.ledger_epoch, taken.numbered_batch, taken.committed_batch) == (2, 2, 1)
-        assert len((await client.batch(2)).batch.groups) == 2  # served from the log
-        await client.publish(2)
-        results = (await client.submit(finished(old[0], 2))).results
-        assert results[0].outcome == samples_pb2.OUTCOME_OUTDATED
-        fresh = (await client.lease()).leases
-        assert min(lease.lease.sample.draw.number for lease in fresh) == 4
-        assert {lease.lease.sample.draw.ledger_epoch for lease in fresh} == {2}
-        (await client.front.ledger.balance()).check(2)
