@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.buffer.ledger import Submit, Version
+from services.buffer.ledger import Outcome, Rebuilt, Submit, Version
 from slipstream.errors import Fenced, InvalidInput, NotFound, OutOfRange
 from tests.contract.ledger_bench import Bench, batch_draws, draws, finish, grant, straggle, submit
 
@@ -164,3 +164,24 @@ async def test_the_end_of_a_run_is_told(bench: Bench) -> None:
     assert (await ledger.number_batch(1, 1)).numbered
     assert (await ledger.grant_samples("w", 1)).finished
     assert (await ledger.number_batch(1, 2)).finished
+
+
+async def test_a_rebuilt_ledger_goes_on_behind_the_log(bench: Bench) -> None:
+    """A new epoch, logged batches as numbers, lost draws by name; leases of the former epoch are outdated, and it adds up."""
+    ledger = await bench.start()
+    old = await grant(ledger)
+    seen = (await ledger.balance()).meta["epoch"]
+    rebuilt = Rebuilt(seen, numbered=2, committed=1, next_draw=6, version=9, cursor={"sort": 6}, lost_draws=[4, 5])
+    for _ in range(2):  # the second does nothing: another front was faster
+        await ledger.rebuild(rebuilt)
+    assert await ledger.submit_samples([submit(old[0])]) == [Outcome.OUTDATED]
+    balance = await ledger.balance()
+    assert (balance.dropped, balance.meta["epoch"]) == ({"ledger lost": 2}, seen + 1)
+    balance.check(2)
+    taken = await ledger.take_incarnation(3, 1)
+    assert (taken.incarnation, taken.numbered_batch, taken.committed_batch) == (4, 2, 1)
+    bench.incarnation = 4
+    await bench.publish(ledger, 2)
+    assert [v.number for v in await ledger.versions()] == [10]
+    assert min(draws(await grant(ledger))) == 6
+    assert await ledger.commit(4, 2) == 2
