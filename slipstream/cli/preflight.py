@@ -17,6 +17,7 @@ import socket
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from slipstream.config import Environment, RunFile
 from slipstream.errors import ConfigError
