@@ -173,10 +173,11 @@ def test_own_routes_change_nothing_and_others_are_taken(family):
     assert routers == own.shape[2]
 
 
-def test_routes_follow_their_tokens_through_padding():
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2"])
+def test_routes_follow_their_tokens_through_padding(family):
     """A short row in a padded batch gets what it gets alone; what lies in the padding's routes does not matter; a row that came
-    without routes routes itself."""
-    model = tiny("qwen3_moe")
+    without routes routes itself, groups included."""
+    model = tiny(family)
     replay, short = RouteReplay(model), 6
     routes = another_choice(own_routes(model))
     routed = EVERYWHERE.copy()
@@ -208,13 +209,14 @@ def test_flips_are_token_and_layer_pairs():
 
 
 def test_live_choice_of_a_group_limited_router_is_compared_within_its_own_groups():
-    """Groups are forced for the recorded experts' sake; the router's own choice, which flips are counted by, stays its own."""
-    model = tiny("deepseek_v2")
+    """Groups are forced for the recorded experts' sake; the router's own choice, which flips are counted by, stays its own. Here
+    one group of two experts is chosen, so a choice within a forced group would always be the recorded one."""
+    model = tiny("deepseek_v2", topk_group=1)
     replay, routes = RouteReplay(model), own_routes(model)
-    routes[1, 4, 1] = another_choice(routes[1, 4, 1])
+    routes[1:, :, 1] = another_choice(routes[1:, :, 1])
     with torch.no_grad(), replay.using(routes, EVERYWHERE):
         model(input_ids=IDS, use_cache=False)
-    assert replay.flips()[0] == 1
+    assert replay.flips()[0] == (ROWS - 1) * TOKENS
 
 
 def test_table_lookup_layers_need_no_replay():
