@@ -4,9 +4,9 @@
 
 Each worker keeps an episode open for --episode-s, half as long to half as long again, hands in what has finished and leases as
 many again in the next call, and sends a heartbeat for all its leases every 15 s. A trainer numbers, reads, publishes and
-commits. No tokens are generated: bodies of --tokens tokens are prepared. The workers live in a process of their own, whose CPU
-is not counted. `lease_p99_ms` is the time of LeaseSamples calls as a client sees it, after the ramp; `cpu_s_per_mtok` is the CPU
-of the buffer and of Redis per million trained tokens.
+commits. No tokens are generated: bodies of --tokens tokens are prepared. The workers live in a process of their own, whose
+CPU is not counted. `lease_p99_ms` is the time of LeaseSamples calls as a client sees it, after the ramp; `cpu_s_per_mtok` is
+the CPU of the buffer and of Redis per million trained tokens.
 """
 
 from __future__ import annotations
