@@ -106,7 +106,9 @@ async def redis(run: RunFile) -> None:
     from redis.exceptions import RedisError
 
     try:
-        tls: dict[str, Any] = {"ssl_ca_certs": run.buffer.redis_ca_file or None} if run.buffer.redis.startswith("rediss:") else {}
+        tls: dict[str, Any] = {}
+        if run.buffer.redis.startswith("rediss:"):
+            tls["ssl_ca_certs"] = run.buffer.redis_ca_file or None
         client = Redis.from_url(run.buffer.redis, socket_connect_timeout=REACH_S, socket_timeout=REACH_S, **tls)
         async with client:
             await client.ping()  # pyright: ignore[reportGeneralTypeIssues]
