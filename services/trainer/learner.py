@@ -56,7 +56,7 @@ class Learner:
         self.optimizer = adamw(self.model, run.trainer, learning_rate or run.trainer.learning_rate)
         self.objective = Objective(run.algorithm, run.rollout.max_new_tokens)
         self._policy = _Scorer(self.model, run.trainer.logit_rows)
-        self._routes = RoutePolicy(self.model, run.algorithm)
+        self._routes = RoutePolicy(self.model, run)
         self._reference: _Scorer | None = None
 
     def step(self, groups: Sequence[Group], step: int) -> Metrics:

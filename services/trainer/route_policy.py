@@ -38,11 +38,25 @@ FACTOR, FLOOR = 1.5, 0.01
 log = logs.get("trainer.routes")
 
 
+def unreplayed_attention(model: Any, context: int) -> str:
+    """A sentence when attention chooses its tokens, too, within `context` tokens; else empty."""
+    chosen = getattr(model.config.get_text_config(), "index_topk", None)
+    if not chosen or chosen >= context:
+        return ""
+    return (
+        f"{type(model).__name__} also chooses the {chosen} tokens that attention sees (index_topk) of rollout.context = "
+        f"{context}, and that choice is not replayed; lower rollout.context to {chosen}")
+
+
 class RoutePolicy:
     """Route replay in one model as the run file wants it. Raises ConfigError when it is required and cannot be had."""
 
-    def __init__(self, model: Any, settings: config.Algorithm) -> None:
-        self._model, self._mode, self._every = model, settings.route_replay, settings.route_check_every
+    def __init__(self, model: Any, run: config.RunFile) -> None:
+        self._model, self._mode, self._every = model, run.algorithm.route_replay, run.algorithm.route_check_every
+        if self._mode != "none" and (sparse := unreplayed_attention(model, run.rollout.context)):
+            if self._mode == "sampler":
+                raise ConfigError(f"algorithm.route_replay = sampler: {sparse}")
+            log.warning(sparse)
         self._replay = RouteReplay(model) if self._mode == "sampler" else None
         self._off = self._mode == "none"
         self._checked_once = self._due = False

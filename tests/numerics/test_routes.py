@@ -209,8 +209,8 @@ def test_flips_are_token_and_layer_pairs():
 
 
 def test_live_choice_of_a_group_limited_router_is_compared_within_its_own_groups():
-    """Groups are forced for the recorded experts' sake; the router's own choice, which flips are counted by, stays its own. Here
-    one group of two experts is chosen, so a choice within a forced group would always be the recorded one."""
+    """Groups are forced for the recorded experts' sake; the router's own choice, which flips are counted by, stays its own.
+    Here one group of two experts is chosen, so a choice within a forced group would always be the recorded one."""
     model = tiny("deepseek_v2", topk_group=1)
     replay, routes = RouteReplay(model), own_routes(model)
     routes[1:, :, 1] = another_choice(routes[1:, :, 1])

@@ -176,6 +176,28 @@ def test_models_whose_routes_cannot_be_replayed(caplog):
         Learner(run_file(model={"build": build}, algorithm={"route_replay": "sampler"}, rollout={"capture_routes": True}))
 
 
+def test_sparse_attention_is_refused_by_name(caplog):
+    """It chooses among tokens as routers do among experts, and nobody records it. Within index_topk tokens it chooses all."""
+    config = {
+        "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "intermediate_size": 32, "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1,
+        "first_k_dense_replace": 0, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16,
+        "v_head_dim": 16, "max_position_embeddings": 64, "index_topk": 16, "index_head_dim": 32, "index_n_heads": 2}
+    model = {"build": {"model_type": "deepseek_v32", "tokenizer_chars": "0123456789=", "config": config}}
+
+    def made(mode: str, context: int) -> Learner:
+        return Learner(run_file(
+            model=model, algorithm={"route_replay": mode}, rollout={"capture_routes": True, "context": context}))
+
+    with pytest.raises(ConfigError, match="DeepseekV32ForCausalLM.*index_topk"):
+        made("sampler", 32)
+    made("auto", 32)
+    assert caplog.text.count("index_topk") == 1
+    made("sampler", 16)
+    made("none", 32)
+    assert caplog.text.count("index_topk") == 1
+
+
 def test_contradictory_settings_are_refused():
     """Replay that is required, of routes that nobody records."""
     data = run_file().model_dump(mode="json")
