@@ -67,15 +67,15 @@ def _plain(body: bytes) -> Found | None:
         return None
     segment = message.segments[0]
     tokens, logprobs, runs, spans = segment.tokens, segment.logprobs, segment.loss_mask_runs, segment.versions
-    count, generated = len(tokens.data) >> 2, len(logprobs.data) >> 2
-    if segment.HasField("routes") or segment.HasField("parent") or not generated or (
-            tokens.dtype, list(tokens.shape), logprobs.dtype, list(logprobs.shape)) != (_INT32, [count], _FLOAT32, [generated]):
+    ids, values = tokens.data, logprobs.data
+    count, generated = len(ids) >> 2, len(values) >> 2
+    if segment.HasField("routes") or segment.HasField("parent") or not generated:
         return None
-    if len(tokens.data) != count * 4 or len(logprobs.data) != generated * 4 or sum(runs) != count or (
-            sum(runs[1::2]) != generated):
+    if tokens.dtype != _INT32 or tokens.shape != [count] or len(ids) != count * 4:
         return None
-    values = np.frombuffer(logprobs.data, np.float32)
-    if not (values.max() <= 0 and values.min() > -math.inf):  # a NaN fails both
+    if logprobs.dtype != _FLOAT32 or logprobs.shape != [generated] or len(values) != generated * 4:
+        return None
+    if sum(runs) != count or sum(runs[1::2]) != generated or not _are_logprobs(values):
         return None
     if len(spans) == 1:
         span = spans[0]
@@ -83,6 +83,15 @@ def _plain(body: bytes) -> Found | None:
     if sum(span.length for span in spans) != generated:
         return None
     return count, generated, sorted({(span.step, span.incarnation) for span in spans})
+
+
+def _are_logprobs(data: bytes) -> bool:
+    """Whether all are finite and none is above 0. numpy takes 5 µs for a look at however few."""
+    if len(data) < 512:
+        few = memoryview(data).cast("f")
+        return max(few) <= 0 and sum(few) > -math.inf  # a NaN makes the sum one, and fails
+    values = np.frombuffer(data, np.float32)
+    return bool(values.max() <= 0 and values.min() > -math.inf)  # a NaN fails both
 
 
 def _thorough(body: bytes) -> Found:

@@ -25,7 +25,7 @@ class Changes:
         self._slow_poll_s = slow_poll_s
         self._numbers: dict[str, int] = dict.fromkeys(TOPICS, 0)
         self._waiters: dict[str, set[asyncio.Future[None]]] = {topic: set() for topic in TOPICS}
-        self._empty: dict[str, int] = {}  # topic -> its counter when a look found nothing
+        self._empty: dict[str, int] = {}  # topic -> its counter when a look left nothing
         self.closed = False
 
     def notify(self, topics: Sequence[str]) -> None:
@@ -41,10 +41,13 @@ class Changes:
         self.closed = True
         self.notify(TOPICS)
 
-    async def poll(self, topic: str, wait_s: float, attempt: Callable[[], Awaitable[T]], ready: Callable[[T], object]) -> T:
+    async def poll(
+            self, topic: str, wait_s: float, attempt: Callable[[], Awaitable[T]], ready: Callable[[T], object],
+            last: Callable[[T], bool] = lambda answer: False) -> T:
         """`attempt()` until `ready(answer)` or the time is over; then its last answer.
 
-        Where somebody has just found nothing and nothing has changed since, the first look is saved.
+        Where somebody has just found nothing, or taken the `last` there was, and nothing has changed since, the first look is
+        saved.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + min(wait_s, LONGEST_WAIT_S)
@@ -54,10 +57,13 @@ class Changes:
             ticket = self._numbers[topic]
             answer = await attempt()
             left = deadline - loop.time()
-            if ready(answer):
+            found = ready(answer)
+            if not found or last(answer):
+                self._empty[topic] = ticket
+            else:
                 self._empty.pop(topic, None)
+            if found:
                 return answer
-            self._empty[topic] = ticket
             if left <= 0 or self.closed:
                 return answer
             await self.changed(topic, ticket, left)

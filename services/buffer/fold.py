@@ -47,7 +47,7 @@ class Fold(Generic[T, R]):
             items, future = self._waiting.popleft()
             calls.append((len(items), future))
             joined.extend(items)
-            total += sum(map(self._size, items))
+            total += sum(map(self._size, items)) if self._waiting else 0
         try:
             results = await self._apply(joined)
         except Exception as error:

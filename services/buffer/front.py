@@ -9,7 +9,7 @@ from typing import Any
 from google.rpc import status_pb2
 
 from services.buffer.changes import Changes
-from services.buffer.ledger import Lease, Ledger, Outcome, Version
+from services.buffer.ledger import Grant, Lease, Ledger, Outcome, ScoringGrant, Version
 from slipstream import seeds
 from slipstream.errors import Conflict, Fenced, InvalidInput, SlipstreamError, to_status
 from slipstream.protos.types.v1 import policy_pb2, sample_pb2
@@ -63,10 +63,23 @@ class Front:
         names = self.heard[service] = {w: at for w, at in self.heard.get(service, {}).items() if at >= least}
         return sorted(names)
 
+    def task(self, grant: Grant | ScoringGrant) -> sample_pb2.Task:
+        """The task of a grant."""
+        seed = seeds.task_seed(self.ledger.rules.seed, grant.environment, grant.lease.draw)
+        return sample_pb2.Task(environment=grant.environment, index=grant.task_index, seed=seed)
+
     def rejected(self, error: SlipstreamError) -> status_pb2.Status:
         """A refused item as a status, counted by reason."""
         self.metrics.rejected.labels(error.reason).inc()
         return to_status(error)
+
+    def statuses(
+            self, outcomes: Sequence[Outcome], leases: Sequence[Lease], outdated_is_ok: bool = False,
+    ) -> list[status_pb2.Status]:
+        """The statuses of a list's outcomes."""
+        if outcomes.count(Outcome.ACCEPTED) == len(leases):
+            return [OK] * len(leases)
+        return [self.status(o, lease, outdated_is_ok) for o, lease in zip(outcomes, leases, strict=True)]
 
     def status(self, outcome: Outcome, lease: Lease, outdated_is_ok: bool = False) -> status_pb2.Status:
         """The status of one item's outcome."""
@@ -101,19 +114,6 @@ def from_lease(wire: sample_pb2.Lease, lease: Lease) -> None:
     sample = wire.sample
     sample.index = lease.sample
     sample.draw.number, sample.draw.ledger_epoch = lease.draw, lease.epoch
-
-
-class TaskSeeds:
-    """Task seeds for one reply: samples of a group share theirs."""
-
-    def __init__(self, run_seed: int) -> None:
-        self._run_seed = run_seed
-        self._found: dict[int, int] = {}
-
-    def of(self, environment: str, draw: int) -> int:
-        if (seed := self._found.get(draw)) is None:
-            seed = self._found[draw] = seeds.task_seed(self._run_seed, environment, draw)
-        return seed
 
 
 def to_version(v: Version) -> policy_pb2.PolicyVersion:

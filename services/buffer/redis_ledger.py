@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -65,7 +65,8 @@ class RedisLedger:
         self._now_ms = now_ms or (lambda: 0)
         self._cursor: TaskCursor | None = None
         self._proposals: list[tuple[str, int]] = []  # tasks of the cursor's positions `_start`, `_start` + 1, ...
-        self._start = 0
+        self._tasks: Iterator[tuple[str, int]] = iter(())  # those after them
+        self._start = -1  # to be read
 
     async def open(self, tasks: Mapping[str, int]) -> None:
         """Create or join the ledger of the run. ConfigError when its shape or schema differs."""
@@ -100,7 +101,7 @@ class RedisLedger:
         grants: list[Grant] = []
         while True:
             wanted = -(-(count - len(grants)) // self.rules.group_size)
-            await self._propose(wanted)
+            await self._propose(wanted + 8)
             result, granted, partials = await self._run("grant_samples", {
                 "worker": worker, "count": count - len(grants), "loaded": loaded, "start": self._start,
                 "tasks": self._proposals[:wanted + 8]})
@@ -108,8 +109,9 @@ class RedisLedger:
             for n, (place, i, attempt) in enumerate(rows.grants(granted), 1):
                 d, e, x, size, least, pinned = groups[place]
                 grants.append(Grant(Lease(d, i, attempt, epoch), e, x, size, least, pinned, bodies.get(n, b"")))
-            del self._proposals[:max(0, result["position"] - self._start)]
-            self._start = max(self._start, result["position"])
+            taken, known = max(0, result["position"] - self._start), len(self._proposals)
+            del self._proposals[:taken]
+            self._start = self._start + taken if taken <= known else -1  # another front drew beyond what is known here
             if not result["stale"]:
                 waiting = None if grants else Waiting(result["why"], result["facts"])
                 return Granted(grants, waiting, result["finished"])
@@ -117,16 +119,16 @@ class RedisLedger:
 
     async def _propose(self, count: int) -> None:
         """Have the tasks of the next draws at hand: a pure function of the cursor, so that a stale one only costs a retry."""
-        if len(self._proposals) >= count and self._start >= 0:
-            return
-        assert self._cursor is not None
-        async with self._pipeline() as pipe:
-            pipe.hmget(self._scripts.keys["meta"], "next_draw", "x:requeued")
-            pipe.hgetall(self._scripts.keys["cursor"])
-            (draw, requeued), counts = await pipe.execute()
-        self._start = int(draw or 0) - int(requeued or 0)
-        proposals = self._cursor.proposals(self._start, {k.decode(): int(v) for k, v in counts.items()})
-        self._proposals = [next(proposals) for _ in range(max(count, 64))]
+        if self._start < 0:
+            assert self._cursor is not None
+            async with self._pipeline() as pipe:
+                pipe.hmget(self._scripts.keys["meta"], "next_draw", "x:requeued")
+                pipe.hgetall(self._scripts.keys["cursor"])
+                (draw, requeued), counts = await pipe.execute()
+            self._start, self._proposals = int(draw or 0) - int(requeued or 0), []
+            self._tasks = self._cursor.proposals(self._start, {k.decode(): int(v) for k, v in counts.items()})
+        while len(self._proposals) < count:
+            self._proposals.append(next(self._tasks))
 
     async def heartbeat_samples(self, leases: Sequence[Lease]) -> list[Outcome]:
         return await self._extend("leases", "a", self.rules.lease_ms, leases)
@@ -218,7 +220,7 @@ class RedisLedger:
         await self._run("rebuild", {
             **dataclasses.asdict(plan), "lost_draws": list(plan.lost_draws), "cursor": dict(plan.cursor),
             "versions": [dataclasses.astuple(v) for v in plan.versions]})
-        self._start, self._proposals = -1, []
+        self._start = -1
 
     # --- hop 5 and 7
 

@@ -8,22 +8,24 @@ back or lapsed, a dropped group, the end of the wait.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from google.protobuf import duration_pb2
+from google.rpc import status_pb2
 
 from services.buffer.boundary import checked_partial, checked_sample
 from services.buffer.fold import Fold
-from services.buffer.front import OK, Front, TaskSeeds, from_lease, require, shielded, to_lease
-from services.buffer.ledger import Granted, Outcome, Submit
+from services.buffer.front import Front, from_lease, require, shielded, to_lease
+from services.buffer.ledger import Grant, Granted, Outcome, Submit
 from services.buffer.sentences import lease_sentence
 from slipstream import rpc, seeds
 from slipstream.errors import Fenced, SlipstreamError
 from slipstream.protos.buffer.v1 import samples_pb2, samples_pb2_grpc
 
 _MOST_SAMPLES = 4096
+_ACCEPTED = samples_pb2.SubmitResult(outcome=samples_pb2.OUTCOME_ACCEPTED)
+_OUTDATED = samples_pb2.SubmitResult(outcome=samples_pb2.OUTCOME_OUTDATED)
 
 
 class SampleServicer(samples_pb2_grpc.SampleServiceServicer):
@@ -51,7 +53,8 @@ class SampleServicer(samples_pb2_grpc.SampleServiceServicer):
             return granted
 
         granted = await front.changes.poll(
-            "samples", rpc.seconds(request.wait), attempt, lambda g: g.grants or g.finished)
+            "samples", rpc.seconds(request.wait), attempt, lambda g: g.grants or g.finished,
+            last=lambda g: len(g.grants) < count)
         if granted.grants:
             front.waiting.pop("rollout", None)
         return await self._leases(granted)
@@ -65,18 +68,25 @@ class SampleServicer(samples_pb2_grpc.SampleServiceServicer):
             ttl=self._ttl, newest_version=front.newest, finished=granted.finished and not granted.grants)
         if granted.waiting:
             response.waiting_for = lease_sentence(granted.waiting, front.ledger.rules)
-        run_seed, task_seeds = front.ledger.rules.seed, TaskSeeds(front.ledger.rules.seed)
+        one, draw = samples_pb2.SampleLease(), -1  # filled once for a draw, copied for each of its samples
+        sample_seeds: list[int] = []
         for grant in granted.grants:
-            draw, out = grant.lease.draw, response.leases.add(
-                group_size=grant.group_size, min_step=grant.min_step, partial=grant.partial,
-                seed=seeds.sample_seed(run_seed, grant.lease.draw, grant.lease.sample))
-            from_lease(out.lease, grant.lease)
-            task = out.task
-            task.environment, task.index = grant.environment, grant.task_index
-            task.seed = task_seeds.of(grant.environment, draw)
-            if grant.pinned_version and (version := self._version(grant.pinned_version)):
-                out.pinned_version.CopyFrom(version)
+            lease = grant.lease
+            if lease.draw != draw:
+                draw, one = lease.draw, self._of_draw(grant)
+                sample_seeds = seeds.sample_seeds(front.ledger.rules.seed, draw, grant.group_size)
+            one.lease.attempt, one.lease.sample.index = lease.attempt, lease.sample
+            one.seed, one.partial = sample_seeds[lease.sample], grant.partial
+            response.leases.append(one)
         return response
+
+    def _of_draw(self, grant: Grant) -> samples_pb2.SampleLease:
+        """What the leases of a draw have in common."""
+        one = samples_pb2.SampleLease(group_size=grant.group_size, min_step=grant.min_step, task=self._front.task(grant))
+        from_lease(one.lease, grant.lease)
+        if grant.pinned_version and (version := self._version(grant.pinned_version)):
+            one.pinned_version.CopyFrom(version)
+        return one
 
     def _version(self, number: int) -> Any:
         return next((v for v in self._front.versions if v.number == number), None)
@@ -87,49 +97,57 @@ class SampleServicer(samples_pb2_grpc.SampleServiceServicer):
         self._front.hear("rollout", request.worker)
         self._front.leases_kept = self._front.heard["rollout"][request.worker]
         outcomes = await self._front.ledger.heartbeat_samples(leases) if leases else []
-        return samples_pb2.HeartbeatSamplesResponse(
-            statuses=[self._front.status(o, lease) for o, lease in zip(outcomes, leases, strict=True)])
+        return samples_pb2.HeartbeatSamplesResponse(statuses=self._front.statuses(outcomes, leases))
 
     async def ReleaseSamples(
             self, request: samples_pb2.ReleaseSamplesRequest, context: Any) -> samples_pb2.ReleaseSamplesResponse:
         leases = [to_lease(wire) for wire in request.leases]
         outcomes = await shielded(self._front.ledger.release_samples(leases)) if leases else []
         return samples_pb2.ReleaseSamplesResponse(
-            statuses=[self._front.status(o, lease, outdated_is_ok=True) for o, lease in zip(outcomes, leases, strict=True)])
+            statuses=self._front.statuses(outcomes, leases, outdated_is_ok=True))
 
     async def SubmitSamples(self, request: samples_pb2.SubmitSamplesRequest, context: Any) -> samples_pb2.SubmitSamplesResponse:
-        front, response = self._front, samples_pb2.SubmitSamplesResponse()
         submits: list[Submit] = []
-        for wire in request.samples:
-            result = response.results.add()
+        refused: dict[int, samples_pb2.SubmitResult] = {}
+        for n, wire in enumerate(request.samples):
             try:
                 submits.append(checked_sample(wire))
             except SlipstreamError as error:
-                result.status.CopyFrom(front.rejected(error))
-        outcomes: Sequence[Outcome] = await self._submit(submits)
-        accepted = (result for result in response.results if not result.status.code)
-        for result, submit, outcome in zip(accepted, submits, outcomes, strict=True):
-            if outcome is Outcome.ACCEPTED:
-                result.outcome = samples_pb2.OUTCOME_ACCEPTED
-            elif outcome is Outcome.OUTDATED:
-                result.outcome = samples_pb2.OUTCOME_OUTDATED
-            else:
-                result.status.CopyFrom(front.status(outcome, submit.lease))
-        counts = Counter("failed" if s.failure and o is Outcome.ACCEPTED else o for s, o in zip(submits, outcomes, strict=True))
-        for outcome, count in counts.items():
-            front.metrics.samples.labels(outcome).inc(count)
-        return response
+                refused[n] = samples_pb2.SubmitResult(status=self._front.rejected(error))
+        outcomes = await self._submit(submits)
+        self._count(submits, outcomes)
+        if not refused and outcomes.count(Outcome.ACCEPTED) == len(submits):
+            return samples_pb2.SubmitSamplesResponse(results=[_ACCEPTED] * len(submits))
+        given = iter(map(self._result, outcomes, submits))
+        return samples_pb2.SubmitSamplesResponse(
+            results=[refused[n] if n in refused else next(given) for n in range(len(request.samples))])
+
+    def _result(self, outcome: Outcome, submit: Submit) -> samples_pb2.SubmitResult:
+        if outcome is Outcome.ACCEPTED:
+            return _ACCEPTED
+        if outcome is Outcome.OUTDATED:
+            return _OUTDATED
+        return samples_pb2.SubmitResult(status=self._front.status(outcome, submit.lease))
+
+    def _count(self, submits: Sequence[Submit], outcomes: Sequence[Outcome]) -> None:
+        failed = sum(1 for s, o in zip(submits, outcomes, strict=True) if s.failure and o is Outcome.ACCEPTED)
+        for outcome in Outcome:
+            if count := outcomes.count(outcome) - (failed if outcome is Outcome.ACCEPTED else 0):
+                self._front.metrics.samples.labels(outcome).inc(count)
+        if failed:
+            self._front.metrics.samples.labels("failed").inc(failed)
 
     async def SubmitPartials(
             self, request: samples_pb2.SubmitPartialsRequest, context: Any) -> samples_pb2.SubmitPartialsResponse:
-        front, partials, statuses = self._front, [], []
-        for wire in request.partials:
+        front, partials = self._front, []
+        refused: dict[int, status_pb2.Status] = {}
+        for n, wire in enumerate(request.partials):
             try:
                 partials.append(checked_partial(wire))
-                statuses.append(OK)
             except SlipstreamError as error:
-                statuses.append(front.rejected(error))
-        outcomes = iter(await shielded(front.ledger.submit_partials(partials)) if partials else [])
-        leases = iter(partials)
-        return samples_pb2.SubmitPartialsResponse(
-            statuses=[s if s.code else front.status(next(outcomes), next(leases).lease) for s in statuses])
+                refused[n] = front.rejected(error)
+        outcomes = await shielded(front.ledger.submit_partials(partials)) if partials else []
+        statuses = front.statuses(outcomes, [p.lease for p in partials])
+        for n in sorted(refused):
+            statuses.insert(n, refused[n])
+        return samples_pb2.SubmitPartialsResponse(statuses=statuses)

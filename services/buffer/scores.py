@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from google.rpc import status_pb2
+
 from services.buffer.boundary import checked_score
 from services.buffer.fold import Fold
-from services.buffer.front import OK, Front, TaskSeeds, from_lease, require, to_lease
+from services.buffer.front import Front, from_lease, require, to_lease
 from services.buffer.ledger import Outcome, Scored
 from slipstream import rpc
 from slipstream.errors import SlipstreamError
@@ -35,13 +37,17 @@ class ScoreServicer(scores_pb2_grpc.ScoreServiceServicer):
         count = min(request.max_samples, _MOST_SAMPLES)
         front.hear("reward", request.worker)
         grants = await front.changes.poll(
-            "unscored", rpc.seconds(request.wait), lambda: front.ledger.grant_scoring(request.worker, count), len)
-        response, task_seeds = scores_pb2.LeaseUnscoredResponse(ttl=self._ttl), TaskSeeds(front.ledger.rules.seed)
+            "unscored", rpc.seconds(request.wait), lambda: front.ledger.grant_scoring(request.worker, count), len,
+            last=lambda grants: len(grants) < count)
+        response = scores_pb2.LeaseUnscoredResponse(ttl=self._ttl)
+        one, draw = scores_pb2.UnscoredSample(), -1  # filled once for a draw, copied for each of its samples
         for grant in grants:
-            out = response.samples.add(transcript=grant.transcript)
-            from_lease(out.lease, grant.lease)
-            out.task.environment, out.task.index = grant.environment, grant.task_index
-            out.task.seed = task_seeds.of(grant.environment, grant.lease.draw)
+            lease = grant.lease
+            if lease.draw != draw:
+                draw, one = lease.draw, scores_pb2.UnscoredSample(task=front.task(grant))
+                from_lease(one.lease, lease)
+            one.lease.attempt, one.lease.sample.index, one.transcript = lease.attempt, lease.sample, grant.transcript
+            response.samples.append(one)
         return response
 
     async def HeartbeatScoring(
@@ -49,21 +55,18 @@ class ScoreServicer(scores_pb2_grpc.ScoreServiceServicer):
         leases = [to_lease(wire) for wire in request.leases]
         self._front.hear("reward", request.worker)
         outcomes = await self._front.ledger.heartbeat_scoring(leases) if leases else []
-        return scores_pb2.HeartbeatScoringResponse(
-            statuses=[self._front.status(o, lease) for o, lease in zip(outcomes, leases, strict=True)])
+        return scores_pb2.HeartbeatScoringResponse(statuses=self._front.statuses(outcomes, leases))
 
     async def SubmitScores(self, request: scores_pb2.SubmitScoresRequest, context: Any) -> scores_pb2.SubmitScoresResponse:
-        front, scored, statuses = self._front, [], []
-        for wire in request.scores:
+        front, scored = self._front, []
+        refused: dict[int, status_pb2.Status] = {}
+        for n, wire in enumerate(request.scores):
             try:
                 scored.append(Scored(to_lease(wire.lease), checked_score(wire.score), reward_of(wire.score)))
-                statuses.append(OK)
             except SlipstreamError as error:
-                statuses.append(front.rejected(error))
+                refused[n] = front.rejected(error)
         outcomes: Sequence[Outcome] = await self._submit(scored)
-        pairs = iter(zip(outcomes, scored, strict=True))
-        for n, status in enumerate(statuses):
-            if not status.code:
-                outcome, item = next(pairs)
-                statuses[n] = front.status(outcome, item.lease, outdated_is_ok=True)
+        statuses = front.statuses(outcomes, [s.lease for s in scored], outdated_is_ok=True)
+        for n in sorted(refused):
+            statuses.insert(n, refused[n])
         return scores_pb2.SubmitScoresResponse(statuses=statuses)

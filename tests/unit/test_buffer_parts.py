@@ -18,7 +18,7 @@ from services.buffer.cursor import TaskCursor, permute
 from services.buffer.fold import Fold
 from services.buffer.ledger import BatchedGroup, Composition, Member, Rules, Waiting
 from services.buffer.sentences import batch_sentence
-from slipstream import sample
+from slipstream import sample, seeds
 from slipstream.errors import InvalidInput, NotFound, SlipstreamError
 from slipstream.objects import FileStore
 from slipstream.protos.buffer.v1 import samples_pb2
@@ -98,6 +98,31 @@ async def test_a_poll_sees_a_change_that_comes_while_it_looks() -> None:
         return len(looks)
 
     assert await changes.poll("ready", 30, look, lambda n: n == 2) == 2
+
+
+async def test_after_the_last_was_taken_nobody_looks_until_something_changes() -> None:
+    """An answer that took the last of a queue saves the next caller's look; a change in between brings the look back."""
+    changes, looks = Changes(slow_poll_s=60), []
+
+    async def look() -> int:
+        looks.append(1)
+        return len(looks)
+
+    def poll() -> Any:
+        return changes.poll("unscored", 30, look, lambda n: n, last=lambda n: n == 1)
+
+    assert await poll() == 1
+    waiting = asyncio.create_task(poll())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert looks == [1]
+    changes.notify(["unscored"])
+    assert await waiting == 2
+    assert await poll() == 3  # the second answer left something
+
+
+def test_the_seeds_of_a_draw_are_those_of_its_samples() -> None:
+    assert seeds.sample_seeds(7, 2**40 + 3, 5) == [seeds.sample_seed(7, 2**40 + 3, i) for i in range(5)]
 
 
 def composition(count: int = 5) -> Composition:

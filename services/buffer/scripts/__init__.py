@@ -6,7 +6,6 @@ client, so fronts of different releases can share a server. All keys are passed 
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import logging
@@ -35,6 +34,7 @@ class Scripts:
         self.client = client
         self.keys = {name: f"slipstream:{{{run}}}:{name}" for name in NAMES}
         self.lost_connection = False  # set when a call failed; the owner resets it after its grace
+        self._idle: list[Any] = []
         self._rules = _bulk(json.dumps(rules))
         self._texts: dict[str, tuple[str, str]] = {}
         self._fixed = _bulk(str(len(NAMES))) + b"".join(map(_bulk, self.keys.values()))
@@ -43,33 +43,55 @@ class Scripts:
             self, name: str, request: Any, leases: bytes = b"", items: bytes = b"", blobs: Sequence[bytes] = (),
             now_ms: int = 0) -> tuple[Any, Sequence[str], bytes, list[bytes]]:
         """Result, changed topics, rows and blobs of a script. Raises its refusal, or Unavailable with a retry delay.
-
-        Runs to its end even when the caller is cancelled: a reply left on a connection would be read by the next one.
         """
         text, sha = self._text(name)
         arguments = [self._fixed, _bulk(str(now_ms)), self._rules, _bulk(json.dumps(request)), _bulk(leases), _bulk(items)]
         for blob in blobs:
             arguments += (b"$%d\r\n" % len(blob), blob, b"\r\n")
         command = len(NAMES) + 8 + len(blobs), b"".join(arguments)
-        reply = await asyncio.shield(asyncio.ensure_future(self._call(text, sha, command)))
+        reply = await self._call(text, sha, command)
         head = json.loads(reply[0])
         if "refused" in head:
             refuse(head["refused"], head["facts"])
         return head["r"], head["w"] or (), reply[1], reply[2:]
 
     async def _call(self, text: str, sha: str, arguments: tuple[int, bytes]) -> list[bytes]:
-        """The command is packed here: through the client's own packer, 26 arguments would cost more than the rest of a call."""
+        """The command is packed here: through the client's own packer, 26 arguments would cost more than the rest of a call.
+
+        Connections are kept here between calls: the pool's own check of each takes longer than a script.
+        """
         try:
-            connection: Any = await self.client.connection_pool.get_connection()
+            connection = await self._connection()
+            clean = False
             try:
                 try:
-                    return await self._exchange(connection, b"EVALSHA", sha, arguments)
+                    reply = await self._exchange(connection, b"EVALSHA", sha, arguments)
                 except exceptions.NoScriptError:
-                    return await self._exchange(connection, b"EVAL", text, arguments)
+                    reply = await self._exchange(connection, b"EVAL", text, arguments)
+                clean = True
+                return reply
+            except exceptions.ResponseError:
+                clean = True
+                raise
             finally:
-                await self.client.connection_pool.release(connection)
+                if clean:
+                    self._idle.append(connection)
+                else:  # cancelled, or broken: a reply left on it would be read by the next call
+                    await self._give_back(connection)
         except Exception as error:
             raise await self.failed(error) from error
+
+    async def _connection(self) -> Any:
+        while self._idle:
+            connection: Any = self._idle.pop()
+            if connection.is_connected and not connection._reader.at_eof():
+                return connection
+            await self._give_back(connection)  # the server has closed it
+        return await self.client.connection_pool.get_connection()
+
+    async def _give_back(self, connection: Any) -> None:
+        await connection.disconnect(nowait=True)
+        await self.client.connection_pool.release(connection)
 
     async def _exchange(self, connection: Any, command: bytes, script: str, arguments: tuple[int, bytes]) -> list[bytes]:
         count, packed = arguments
@@ -80,6 +102,8 @@ class Scripts:
         """A server error by kind. After a transient one, idle connections are closed: they lead to the same end."""
         if isinstance(error, _TRANSIENT):
             self.lost_connection = True
+            while self._idle:
+                await self._give_back(self._idle.pop())
             await self.client.connection_pool.disconnect(inuse_connections=False)
             return Unavailable(f"the ledger's Redis does not answer: {error}", "REDIS", retry_s=0.5)
         if isinstance(error, exceptions.OutOfMemoryError):

@@ -17,19 +17,18 @@ end
 local TERMINAL = {scored = true, closed = true}
 
 -- counters
-local meta, stored = {}, {}  -- as they are now, as Redis has them
+local meta, changed = {}, {}
 local flat = call('HGETALL', K.meta)
-for i = 1, #flat, 2 do
-  local value = tonumber(flat[i + 1]) or flat[i + 1]
-  meta[flat[i]] = value
-  stored[flat[i]] = value
-end
 if #flat == 0 and not request.schema then  -- emptied; `open` alone may begin
   return {cjson.encode({refused = 'unopened', facts = {run = rules.run}})}
 end
+for i = 1, #flat, 2 do meta[flat[i]] = tonumber(flat[i + 1]) or flat[i + 1] end
 local function get(name) return meta[name] or 0 end
-local function set(name, value) meta[name] = value end
-local function add(name, delta) meta[name] = (meta[name] or 0) + delta end
+local function set(name, value)
+  meta[name] = value
+  changed[name] = true
+end
+local function add(name, delta) set(name, (meta[name] or 0) + delta) end
 local lineage = meta.lineage and cjson.decode(meta.lineage) or {}
 
 -- Records: read once, written once. A group is its own fields and then its samples, which stay packed until somebody looks.
@@ -148,8 +147,8 @@ local function save()
   local records, counters = {}, {}
   for d in pairs(groups_dirty) do records[d] = groups[d] and pack_group(groups[d]) end
   flush_table(K.groups, records, 'HSET', 'HDEL')
-  for name, value in pairs(meta) do
-    if stored[name] ~= value then counters[name] = type(value) == 'number' and string.format('%.0f', value) or value end
+  for name in pairs(changed) do
+    counters[name] = type(meta[name]) == 'number' and string.format('%.0f', meta[name]) or meta[name]
   end
   flush_table(K.meta, counters, 'HSET', 'HDEL')
 end
@@ -179,10 +178,7 @@ for state in pairs(SAMPLE_EDGES) do COUNTER[state] = 's:' .. state end
 local function move(sample, state)
   local old = sample.st
   if not SAMPLE_EDGES[old][state] then error('a sample cannot go from ' .. old .. ' to ' .. state) end
-  local from, to = COUNTER[old], COUNTER[state]
-  meta[from] = meta[from] - 1
-  meta[to] = (meta[to] or 0) + 1
-  meta.sequence = meta.sequence + 1
+  add(COUNTER[old], -1); add(COUNTER[state], 1); add('sequence', 1)
   if rules.edges then add('es:' .. old .. '>' .. state, 1) end
   sample.st = state
 end

@@ -6,9 +6,8 @@ local epoch, sequence, lost = max(meta.epoch, request.epoch) + 1, max(get('seque
 for _, name in ipairs(NAMES) do
   if name ~= 'events' and name ~= 'dead' then call('DEL', K[name]) end
 end
-for name in pairs(stored) do
-  if not keeps(name) then meta[name] = nil end
-  stored[name] = nil  -- all are written again
+for name in pairs(meta) do
+  if keeps(name) then changed[name] = true else meta[name] = nil end
 end
 set('epoch', epoch); set('sequence', sequence); set('published', -1); set('version', request.version)
 set('numbered', request.numbered); set('committed', request.committed); set('next_draw', request.next_draw)
