@@ -262,3 +262,20 @@ def test_routes_by_reference_are_fetched_and_checked(tmp_path):
     path.unlink()
     with pytest.raises(NotFound, match="routes/"):
         asyncio.run(fetch_routes(replace(read, groups=moved), store))
+
+
+def test_load_balance_bias_is_shipped_and_frozen():
+    """It changes the choice and no gradient sees it: versions carry it, and a step leaves it as it is."""
+    config = {
+        "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "intermediate_size": 32, "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1,
+        "first_k_dense_replace": 0, "max_position_embeddings": 64}
+    made = Learner(run_file(model={"build": {"model_type": "glm4_moe", "tokenizer_chars": "0123456789=", "config": config}}))
+    buffers = {n: b for n, b in made.model.named_buffers() if n.endswith("e_score_correction_bias")}
+    [(name, bias)] = buffers.items()
+    bias.normal_()
+    before, gate = bias.clone(), made.model.model.layers[0].mlp.gate.weight.detach().clone()
+    made.step(groups(), 1)
+    [sent] = [t for t in made.weights() if t.name == name]
+    assert torch.equal(bias, before) and bytes(sent.data) == before.numpy().tobytes()
+    assert not torch.equal(made.model.model.layers[0].mlp.gate.weight, gate)
