@@ -15,7 +15,9 @@ from transformers import AutoModelForCausalLM
 from tests.e2e import runs
 
 STEPS = 5
-NULLABLE = ("gap_fresh_mean", "gap_fresh_max", "gap_stale_mean", "gap_stale_max")  # when a batch has no such tokens
+# None when a batch has no such tokens, or no routes
+NULLABLE = (
+    "gap_fresh_mean", "gap_fresh_max", "gap_stale_mean", "gap_stale_max", "route_flip_share", "route_gap", "route_gap_live")
 
 
 @pytest.mark.slow
