@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 
 from services.buffer.front import to_lease
 from services.buffer.ledger import Partial, Submit
+from services.buffer.wire import LARGE, cut
 from slipstream import sample
 from slipstream.errors import InvalidInput
 from slipstream.protos.buffer.v1 import samples_pb2
@@ -24,15 +25,15 @@ _EMPTY_SCORE = b"\x2a\x00"  # a Score with its empty `failure` written out
 Found = tuple[int, int, Sequence[tuple[int, int]]]  # tokens, generated tokens, distinct (step, incarnation)
 
 
-def checked_sample(wire: samples_pb2.SubmittedSample) -> Submit:
+def checked_sample(wire: samples_pb2.SubmittedSample, body: bytes) -> Submit:
     """A submitted sample: checksum, contents, header against body, score. Raises InvalidInput with the reason to count."""
     lease = to_lease(wire.lease)
     if wire.failure:
         return Submit(lease, b"", 0, 0, 0, (), failure=wire.failure[:200])
-    body, checksum = wire.body, wire.crc32c
+    checksum = wire.crc32c
     if sample.crc32c(body) != checksum:
         raise InvalidInput(f"the body of draw {lease.draw} sample {lease.sample} has another crc32c; send it again", "CRC")
-    tokens, generated, steps = _plain(body) or _thorough(body)
+    tokens, generated, steps = (_plain(body) if len(body) < LARGE else _plain_large(body)) or _thorough(body)
     told = (wire.tokens, wire.generated_tokens, wire.oldest_step, wire.newest_step)
     if (found := (tokens, generated, steps[0][0], steps[-1][0])) != told:
         raise InvalidInput(
@@ -66,8 +67,34 @@ def _plain(body: bytes) -> Found | None:
     if len(message.segments) != 1:
         return None
     segment = message.segments[0]
-    tokens, logprobs, runs, spans = segment.tokens, segment.logprobs, segment.loss_mask_runs, segment.versions
-    ids, values = tokens.data, logprobs.data
+    tokens, logprobs = segment.tokens, segment.logprobs
+    return _plain_segment(segment, tokens, tokens.data, logprobs, logprobs.data)
+
+
+def _plain_large(body: bytes) -> Found | None:
+    """The same, with the tensors' data left where they are."""
+    try:
+        rest, found = cut(memoryview(body), (1,))
+        sample_pb2.SampleBody.FromString(rest)
+        (segment,) = found[1]
+        rest, tensors = cut(segment, (1, 3))
+        (tokens, ids), (logprobs, values) = (_tensor(tensors[number]) for number in (1, 3))
+        return _plain_segment(sample_pb2.Segment.FromString(rest), tokens, ids, logprobs, values)
+    except (DecodeError, ValueError):  # ValueError: not one each
+        return None
+
+
+def _tensor(found: list[memoryview]) -> tuple[tensor_pb2.Tensor, memoryview]:
+    (whole,) = found
+    rest, parts = cut(whole, (3,))
+    (data,) = parts[3]
+    return tensor_pb2.Tensor.FromString(rest), data
+
+
+def _plain_segment(
+        segment: sample_pb2.Segment, tokens: tensor_pb2.Tensor, ids: bytes | memoryview, logprobs: tensor_pb2.Tensor,
+        values: bytes | memoryview) -> Found | None:
+    runs, spans = segment.loss_mask_runs, segment.versions
     count, generated = len(ids) >> 2, len(values) >> 2
     if segment.HasField("routes") or segment.HasField("parent") or not generated:
         return None
@@ -85,7 +112,7 @@ def _plain(body: bytes) -> Found | None:
     return count, generated, sorted({(span.step, span.incarnation) for span in spans})
 
 
-def _are_logprobs(data: bytes) -> bool:
+def _are_logprobs(data: bytes | memoryview) -> bool:
     """Whether all are finite and none is above 0. numpy takes 5 µs for a look at however few."""
     if len(data) < 512:
         few = memoryview(data).cast("f")

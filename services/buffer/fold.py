@@ -14,13 +14,14 @@ R = TypeVar("R")
 class Fold(Generic[T, R]):
     """Calls `apply(items) -> results` with the lists of all waiting callers joined, one call at a time.
 
-    Nobody is delayed: a call on an idle fold starts at once. A cancelled caller's items are applied all the same. An error of
+    Nobody is delayed: a call on an idle fold starts at once. Beyond `most_bytes` a longer script saves nothing, and would leave
+    this process idle while the server works. A cancelled caller's items are applied all the same. An error of
     `apply` goes to each caller whose items were in it.
     """
 
     def __init__(
             self, apply: Callable[[list[T]], Awaitable[Sequence[R]]], size: Callable[[T], int],
-            most_bytes: int = 8 << 20) -> None:
+            most_bytes: int = 2 << 20) -> None:
         self._apply, self._size, self._most_bytes = apply, size, most_bytes
         self._waiting: deque[tuple[Sequence[T], asyncio.Future[Sequence[R]]]] = deque()
         self._task: asyncio.Task[None] | None = None

@@ -19,6 +19,7 @@ from services.buffer.fold import Fold
 from services.buffer.front import Front, from_lease, require, shielded, to_lease
 from services.buffer.ledger import Grant, Granted, Outcome, Submit
 from services.buffer.sentences import lease_sentence
+from services.buffer.wire import Submitted
 from slipstream import rpc, seeds
 from slipstream.errors import Fenced, SlipstreamError
 from slipstream.protos.buffer.v1 import samples_pb2, samples_pb2_grpc
@@ -106,12 +107,13 @@ class SampleServicer(samples_pb2_grpc.SampleServiceServicer):
         return samples_pb2.ReleaseSamplesResponse(
             statuses=self._front.statuses(outcomes, leases, outdated_is_ok=True))
 
-    async def SubmitSamples(self, request: samples_pb2.SubmitSamplesRequest, context: Any) -> samples_pb2.SubmitSamplesResponse:
+    async def SubmitSamples(  # pyright: ignore[reportIncompatibleMethodOverride]  # the request as wire.py reads it
+            self, request: Submitted, context: Any) -> samples_pb2.SubmitSamplesResponse:
         submits: list[Submit] = []
         refused: dict[int, samples_pb2.SubmitResult] = {}
-        for n, wire in enumerate(request.samples):
+        for n, (wire, body) in enumerate(request.samples):
             try:
-                submits.append(checked_sample(wire))
+                submits.append(checked_sample(wire, body))
             except SlipstreamError as error:
                 refused[n] = samples_pb2.SubmitResult(status=self._front.rejected(error))
         outcomes = await self._submit(submits)

@@ -23,6 +23,7 @@ from services.buffer.redis_ledger import RedisLedger
 from services.buffer.samples import SampleServicer
 from services.buffer.scores import ScoreServicer
 from services.buffer.sessions import SessionServicer
+from services.buffer.wire import add_sample_service
 from slipstream import environment, logs
 from slipstream.balance import BALANCE_KEY
 from slipstream.errors import ConfigError, SlipstreamError, Unavailable
@@ -32,7 +33,6 @@ from slipstream.protos.buffer.v1 import (
     batches_pb2_grpc,
     ledger_pb2_grpc,
     policy_pb2_grpc,
-    samples_pb2_grpc,
     scores_pb2_grpc,
     sessions_pb2_grpc,
 )
@@ -47,7 +47,7 @@ _SWEEP_S, _GAUGES_S, _RETRY_S = 1.0, 1.0, 0.2
 def registrations(front: Front, store: ObjectStore, cursor: TaskCursor, clock: Clock | None = None) -> list[Registration]:
     """The gRPC services of one buffer process."""
     return [
-        (samples_pb2_grpc.add_SampleServiceServicer_to_server, SampleServicer(front)),
+        (add_sample_service, SampleServicer(front)),
         (scores_pb2_grpc.add_ScoreServiceServicer_to_server, ScoreServicer(front)),
         (batches_pb2_grpc.add_BatchServiceServicer_to_server, BatchServicer(front, store, cursor)),
         (policy_pb2_grpc.add_PolicyServiceServicer_to_server, PolicyServicer(front)),

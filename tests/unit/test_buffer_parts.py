@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from google.protobuf.message import DecodeError
 
 from services.buffer import transitions
 from services.buffer.batch_log import BatchLog, build
@@ -18,6 +19,7 @@ from services.buffer.cursor import TaskCursor, permute
 from services.buffer.fold import Fold
 from services.buffer.ledger import BatchedGroup, Composition, Member, Rules, Waiting
 from services.buffer.sentences import batch_sentence
+from services.buffer.wire import submitted
 from slipstream import sample, seeds
 from slipstream.errors import InvalidInput, NotFound, SlipstreamError
 from slipstream.objects import FileStore
@@ -165,28 +167,46 @@ def test_the_batch_log_is_a_function_of_the_ledger() -> None:
             assert sample.crc32c(data[ref.offset:ref.offset + ref.size]) == ref.crc32c
 
 
-def wire(logprobs: list[float], **fields: Any) -> samples_pb2.SubmittedSample:
+def wire(logprobs: list[float], more: int = 0, **fields: Any) -> samples_pb2.SubmittedSample:
+    """A sample of 8 + `more` tokens, the last ones generated: `more` ordinary ones and those with these logprobs."""
+    size, values = 8 + more, [-0.5] * more + logprobs
     segment = sample.Segment(
-        np.arange(8, dtype=np.int32), np.arange(8) >= 8 - len(logprobs), np.asarray(logprobs, np.float32),
-        (sample.Span(4, 2, 1, len(logprobs)),))
+        np.arange(size, dtype=np.int32), np.arange(size) >= size - len(values), np.asarray(values, np.float32),
+        (sample.Span(4, 2, 1, len(values)),))
     body = sample.encode(sample.Sample([segment]))
     told: dict[str, Any] = {
-        "tokens": 8, "generated_tokens": len(logprobs), "oldest_step": 2, "newest_step": 2, "crc32c": sample.crc32c(body)}
+        "tokens": size, "generated_tokens": len(values), "oldest_step": 2, "newest_step": 2, "crc32c": sample.crc32c(body)}
     return samples_pb2.SubmittedSample(body=body, **(told | fields))
 
 
-def test_bad_samples_are_refused_with_a_reason() -> None:
-    good = checked_sample(wire([-1.0, -2.0]))
-    assert (good.tokens, good.generated_tokens, list(good.steps)) == (8, 2, [(2, 1)])
-    for submitted, reason in [
-            (wire([-1.0], crc32c=1), "CRC"), (wire([-1.0], tokens=9), "HEADER_MISMATCH"),
-            (wire([-1.0], oldest_step=1), "HEADER_MISMATCH"), (wire([float("nan")]), "NON_FINITE_LOGPROB"),
-            (wire([float("-inf")]), "NON_FINITE_LOGPROB"), (wire([0.5]), "POSITIVE_LOGPROB"), (wire([]), "NO_GENERATED_TOKENS"),
-            (wire([-1.0], score=sample_pb2.Score(scalar=float("nan"))), "NON_FINITE_SCORE")]:
+@pytest.mark.parametrize("more", [0, 300, 30_000])
+def test_bad_samples_are_refused_with_a_reason(more: int) -> None:
+    """Whatever their size: small bodies are parsed, large ones are looked through where they are."""
+    good = checked_sample((one := wire([-1.0, -2.0], more)), one.body)
+    assert (good.tokens, good.generated_tokens, list(good.steps)) == (8 + more, 2 + more, [(2, 1)])
+    for bad, reason in [
+            (wire([-1.0], more, crc32c=1), "CRC"), (wire([-1.0], more, tokens=9), "HEADER_MISMATCH"),
+            (wire([-1.0], more, oldest_step=1), "HEADER_MISMATCH"), (wire([float("nan")], more), "NON_FINITE_LOGPROB"),
+            (wire([float("-inf")], more), "NON_FINITE_LOGPROB"), (wire([0.5], more), "POSITIVE_LOGPROB"),
+            (wire([]), "NO_GENERATED_TOKENS"),
+            (wire([-1.0], more, score=sample_pb2.Score(scalar=float("nan"))), "NON_FINITE_SCORE")]:
         with pytest.raises(InvalidInput) as error:
-            checked_sample(submitted)
+            checked_sample(bad, bad.body)
         assert error.value.reason == reason
     assert checked_score(sample_pb2.Score()) != b""  # a score of 0 is a score
+
+
+def test_large_bodies_are_cut_out_of_a_request() -> None:
+    """The same samples and bodies as a parse gives; what is no message is refused as one."""
+    request = samples_pb2.SubmitSamplesRequest(
+        worker="w", samples=[wire([-1.0], more, transcript=b"text") for more in (0, 30_000, 5)])
+    data = request.SerializeToString()
+    for (head, body), whole in zip(submitted(data).samples, request.samples, strict=True):
+        assert body == whole.body and head.transcript == b"text"
+        assert (head.crc32c, head.tokens, head.HasField("lease")) == (whole.crc32c, whole.tokens, False)
+    for broken in (data[:-1], data[:100_000], data + b"\x0a", data + b"\xff" * 11, b"\x0b" + data):
+        with pytest.raises(DecodeError):
+            submitted(broken)
 
 
 def test_a_wait_names_what_is_missing_and_who_has_it() -> None:

@@ -24,6 +24,7 @@ NAMES = (
     "meta", "groups", "open", "leases", "scoring", "bodies", "transcripts", "scores", "partials", "unscored", "ready", "events",
     "dead", "drops", "batches", "versions", "holds", "unfinished", "cursor")
 _TRANSIENT = (exceptions.ConnectionError, exceptions.TimeoutError, exceptions.BusyLoadingError, OSError)
+_LARGE = 16 << 10
 log = logging.getLogger("slipstream.buffer")
 
 
@@ -48,14 +49,14 @@ class Scripts:
         arguments = [self._fixed, _bulk(str(now_ms)), self._rules, _bulk(json.dumps(request)), _bulk(leases), _bulk(items)]
         for blob in blobs:
             arguments += (b"$%d\r\n" % len(blob), blob, b"\r\n")
-        command = len(NAMES) + 8 + len(blobs), b"".join(arguments)
+        command = len(NAMES) + 8 + len(blobs), _joined(arguments)
         reply = await self._call(text, sha, command)
         head = json.loads(reply[0])
         if "refused" in head:
             refuse(head["refused"], head["facts"])
         return head["r"], head["w"] or (), reply[1], reply[2:]
 
-    async def _call(self, text: str, sha: str, arguments: tuple[int, bytes]) -> list[bytes]:
+    async def _call(self, text: str, sha: str, arguments: tuple[int, list[bytes]]) -> list[bytes]:
         """The command is packed here: through the client's own packer, 26 arguments would cost more than the rest of a call.
 
         Connections are kept here between calls: the pool's own check of each takes longer than a script.
@@ -93,9 +94,9 @@ class Scripts:
         await connection.disconnect(nowait=True)
         await self.client.connection_pool.release(connection)
 
-    async def _exchange(self, connection: Any, command: bytes, script: str, arguments: tuple[int, bytes]) -> list[bytes]:
+    async def _exchange(self, connection: Any, command: bytes, script: str, arguments: tuple[int, list[bytes]]) -> list[bytes]:
         count, packed = arguments
-        await connection.send_packed_command([b"*%d\r\n" % count + _bulk(command) + _bulk(script) + packed])
+        await connection.send_packed_command([b"*%d\r\n" % count + _bulk(command) + _bulk(script), *packed])
         return await connection.read_response()
 
     async def failed(self, error: Exception) -> SlipstreamError:
@@ -118,6 +119,17 @@ class Scripts:
             text = "\n".join(parts)
             self._texts[name] = text, hashlib.sha1(text.encode()).hexdigest()
         return self._texts[name]
+
+
+def _joined(parts: Sequence[bytes]) -> list[bytes]:
+    """Small parts become one, large ones are sent from where they are."""
+    joined: list[bytes] = []
+    first = 0
+    for n, part in enumerate(parts):
+        if len(part) >= _LARGE:
+            joined += (b"".join(parts[first:n]), part)
+            first = n + 1
+    return [*joined, b"".join(parts[first:])]
 
 
 def _bulk(value: str | bytes) -> bytes:

@@ -126,13 +126,13 @@ local function flush(key, list, command)
   for first = 1, #list, 1000 do call(command, key, unpack(list, first, min(first + 999, #list))) end
 end
 local function flush_table(key, entries, write, remove)
-  local list, gone = {}, {}
+  local list, gone, n, score_first = {}, {}, 0, write == 'ZADD'
   for name, value in pairs(entries) do
     if not value then
       gone[#gone + 1] = name
     else
-      list[#list + 1] = write == 'ZADD' and value or name
-      list[#list + 1] = write == 'ZADD' and name or value
+      n = n + 2
+      if score_first then list[n - 1] = value; list[n] = name else list[n - 1] = name; list[n] = value end
     end
   end
   flush(key, gone, remove)
