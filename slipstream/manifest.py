@@ -108,7 +108,7 @@ async def write_version(
         "format": FORMAT, "run": run, "number": number, "step": step, "incarnation": incarnation, "base": None,
         "writer": uuid.uuid4().hex, "tensors": [_plain(e) for e in entries],
         "files": {name: _plain(e) for name, e in sorted(file_entries.items())},
-    }, indent=1).encode()
+    }).encode()
     if not await store.put_if_absent(manifest_key, text):
         raise Conflict(f"{manifest_key} exists: another trainer wrote this version", "VERSION_EXISTS", version=number)
     return policy_pb2.PolicyVersion(

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from services.rollout import attention
 from services.rollout.engine import Generation, Request
 from services.rollout.kv import DecodePass, Masks, PromptPass, SlotCache
 from services.rollout.routes import RouteCapture, experts_of
@@ -37,7 +38,8 @@ from slipstream.protos.types.v1 import policy_pb2
 
 WIDTH = 128  # rows of a deterministic decode pass; at least 8, below which CPU kernels depend on it
 PROMPT_TOKENS = 256  # padded tokens of a deterministic prompt pass of short prompts
-BUCKET = 32  # the fast decode pass reads keys up to the longest row, rounded up to a multiple of this
+ROOM = 32  # a row has room for the context, rounded up to a multiple of this
+BUCKET = 16  # the fast decode pass reads keys up to the longest row, rounded up to a multiple of this
 SMALLEST = 16  # deterministic lengths are powers of two from here on
 ADMIT_SHARE = 8  # while rows run, newcomers wait until this share of the slots is free: a prompt pass costs as much as a step
 FAST_PROMPT_TOKENS = 8192  # most padded tokens of a fast prompt pass
@@ -58,7 +60,9 @@ class Decoder:
         self.version = version or policy_pb2.PolicyVersion()
         if deterministic:
             self._refuse_batch_dependence()
-        self.room = _round_up(context, BUCKET)
+        else:
+            attention.use(model)
+        self.room = _round_up(context, ROOM)
         parameter = next(model.parameters())
         self.device = parameter.device
         self.cache = SlotCache(self.config, slots, self.room)
@@ -170,7 +174,7 @@ class Decoder:
         count = min(len(self.waiting), self.slots - self.active)
         if self.active and count < min(len(self.waiting), self.slots // ADMIT_SHARE):
             return np.zeros(0, np.int64)
-        return np.array([self.rows.add(self.waiting.popleft(), self.version) for _ in range(count)])
+        return self.rows.add([self.waiting.popleft() for _ in range(count)], self.version)
 
     def _leave(self, rows: np.ndarray, stopped: np.ndarray, aborted: bool = False) -> list[tuple[Request, Generation]]:
         if not len(rows):

@@ -7,6 +7,9 @@ Axes: S slots, C context.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import numpy as np
 
 from services.rollout.engine import Generation, Request
@@ -38,26 +41,32 @@ class Rows:
                   self.greedy, self.stop]
         return arrays if self.routes is None else [*arrays, self.routes]
 
-    def add(self, request: Request, version: policy_pb2.PolicyVersion) -> int:
-        """Take the next row for a request; its number."""
-        row, size = self.active, len(request.prompt)
-        self.active += 1
-        self.tokens[row, :size] = request.prompt
-        self.length[row] = self.prompt[row] = size
-        self.limit[row] = min(size + request.max_new_tokens, self.context)
-        self.seed[row] = request.seed
-        self.offset[row] = request.position - size
-        self.temperature[row] = request.temperature
-        self.greedy[row] = request.greedy
-        stops = request.stop_token_ids
+    def add(self, requests: Sequence[Request], version: policy_pb2.PolicyVersion) -> np.ndarray:
+        """Take the next rows for requests; their numbers."""
+        first, last = self.active, self.active + len(requests)
+        sizes = [len(request.prompt) for request in requests]
+        new = slice(first, last)
+        self.length[new] = self.prompt[new] = sizes
+        self.limit[new] = [min(n + r.max_new_tokens, self.context) for n, r in zip(sizes, requests, strict=True)]
+        self.seed[new] = np.array([request.seed for request in requests], np.uint64)
+        self.offset[new] = [request.position - n for n, request in zip(sizes, requests, strict=True)]
+        self.temperature[new] = [request.temperature for request in requests]
+        self.greedy[new] = [request.greedy for request in requests]
+        self.stop[new] = -1
+        for stops in {request.stop_token_ids for request in requests}:
+            self._stop_at(stops, [first + i for i, request in enumerate(requests) if request.stop_token_ids == stops])
+        for row, (size, request) in enumerate(zip(sizes, requests, strict=True), first):
+            self.tokens[row, :size] = request.prompt
+            self.versions.append([(size, version)])
+        self.requests += requests
+        self.active = last
+        return np.arange(first, last)
+
+    def _stop_at(self, stops: tuple[int, ...], rows: Sequence[int]) -> None:
         if len(stops) > self.stop.shape[1]:
             more = np.full((self.slots, len(stops) - self.stop.shape[1]), -1, np.int32)
             self.stop = np.concatenate([self.stop, more], axis=1)
-        self.stop[row] = -1
-        self.stop[row, : len(stops)] = stops
-        self.requests.append(request)
-        self.versions.append([(size, version)])
-        return row
+        self.stop[rows, : len(stops)] = stops
 
     def note_version(self, version: policy_pb2.PolicyVersion) -> None:
         """From here on `version` samples the tokens of all active rows."""
@@ -87,15 +96,17 @@ class Rows:
         """The row as a Generation, from its `start`-th new token on."""
         size, length = int(self.prompt[row]), int(self.length[row])
         first = size + start
-        edges = [max(at, first) for at, _ in self.versions[row]] + [length]
-        spans = tuple(
-            Span(version.number, version.step, version.incarnation, edges[i + 1] - edges[i])
-            for i, (_, version) in enumerate(self.versions[row]) if edges[i + 1] > edges[i])
+        end, spans = length, []
+        for at, version in reversed(self.versions[row]):
+            if (at := max(at, first)) < end:
+                spans.append(_span(version.number, version.step, version.incarnation, end - at))
+                end = at
         routes = None
         if self.requests[row].routes and self.routes is not None and finish_reason:
             routes = self.routes[row, : length - 1].copy()
         return Generation(
-            self.tokens[row, first:length].copy(), self.logprobs[row, first:length].copy(), spans, finish_reason, routes)
+            self.tokens[row, first:length].copy(), self.logprobs[row, first:length].copy(), tuple(reversed(spans)),
+            finish_reason, routes)
 
     def remove(self, gone: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Drop rows (ascending numbers) and close the gaps: (source, target) row numbers of the moves."""
@@ -110,6 +121,12 @@ class Rows:
         del self.requests[left:], self.versions[left:]
         self.active = left
         return source, target
+
+
+@functools.lru_cache(1024)
+def _span(version: int, step: int, incarnation: int, length: int) -> Span:
+    """A span; the answers of one version have few lengths, so most are shared."""
+    return Span(version, step, incarnation, length)
 
 
 def finish_reason(stopped: bool, aborted: bool = False) -> int:

@@ -242,6 +242,11 @@ class TorchEngine:
             out: list[tuple[Request, Generation]] = []
             while self._inbox:
                 item = self._inbox.popleft()
+                if isinstance(item, Request):
+                    decoder.waiting.append(item)  # checked when it was accepted
+                    if item.id in self._streams:
+                        self._sent[item.id] = 0
+                    continue
                 if item is None:
                     out += decoder.abort([r.id for r in decoder.rows.requests] + [r.id for r in decoder.waiting])
                     self._loop.call_soon_threadsafe(self._deliver, self._pieces(decoder, out))
@@ -255,12 +260,7 @@ class TorchEngine:
             if out := self._pieces(decoder, out):
                 self._loop.call_soon_threadsafe(self._deliver, out)
 
-    def _handle(self, decoder: Decoder, item: Request | _Swap | _Abort) -> list[tuple[Request, Generation]]:
-        if isinstance(item, Request):
-            decoder.waiting.append(item)  # checked when it was accepted
-            if item.id in self._streams:
-                self._sent[item.id] = 0
-            return []
+    def _handle(self, decoder: Decoder, item: _Swap | _Abort) -> list[tuple[Request, Generation]]:
         if isinstance(item, _Abort):
             return decoder.abort(item.ids)
         assert self._loop is not None

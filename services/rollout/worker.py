@@ -101,7 +101,7 @@ class RolloutWorker:
     # leases
 
     async def _lease(self) -> None:
-        context = self._context
+        context, run_hash = self._context, self._context.run.hash  # each look at it serialises the settings anew
         sentence = "work from the buffer"
         with context.waits.on("first policy version from the trainer", patient=True):
             while self._engine.version is None:
@@ -118,7 +118,7 @@ class RolloutWorker:
             version = self._engine.version
             request = pb.LeaseSamplesRequest(
                 worker=context.arguments.instance, max_samples=self._slots - self._in_hand, wait=rpc.duration(POLL_S),
-                loaded_version=version.number if version else 0, run_file_hash=context.run.hash)
+                loaded_version=version.number if version else 0, run_file_hash=run_hash)
             response = await rpc.call_until(
                 self._buffer.LeaseSamples, request, POLL_S + CALL_S, context.waits, sentence, context.clock)
             self.weights.note(response.newest_version)
