@@ -88,6 +88,7 @@ class BufferMetrics(_Group):
         self.imbalance = self._gauge("imbalance", "Draws that the ledger does not account for: 0, or a bug.")
         self.groups_dropped = self._counter("groups_dropped", "Groups that were never trained.", "reason")
         self.samples = self._counter("samples", "Samples submitted: accepted, outdated, failed.", "outcome")
+        self.spilled = self._counter("spilled", "Bodies put into the object store because the quota was full.")
         self.rejected = self._counter("rejected", "Items of requests that were refused.", "reason")
         self.leases_expired = self._counter("leases_expired", "Leases granted again because the holder was silent.", "kind")
         self.ledger_seconds = self._histogram("ledger_seconds", "Time of one ledger operation.", "operation", buckets=_RPC_S)

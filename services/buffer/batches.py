@@ -22,6 +22,7 @@ from services.buffer.front import Front, shielded
 from services.buffer.ledger import Numbering
 from services.buffer.recovery import Recovery
 from services.buffer.sentences import batch_sentence
+from services.buffer.spill import Spill
 from slipstream import logs, rpc
 from slipstream.errors import NotFound
 from slipstream.objects import ObjectStore
@@ -35,6 +36,7 @@ class BatchServicer(batches_pb2_grpc.BatchServiceServicer):
         self._front, self._store = front, store
         self._log = BatchLog(store, front.ledger.rules.run, front.ledger.rules.seed)
         self._recovery = Recovery(front.ledger, store, self._log, cursor, front.metrics)
+        self._spill = Spill(front.ledger, store, front.metrics.spilled)
         self._composing = asyncio.Lock()
 
     async def TakeIncarnation(
@@ -74,7 +76,7 @@ class BatchServicer(batches_pb2_grpc.BatchServiceServicer):
                 return known
             if not numbering.sequence:  # known from the log alone: the ledger was rebuilt
                 return await self._log.header(batch)
-            return await self._log.write(await self._front.ledger.read_batch(batch))
+            return await self._log.write(await self._spill.whole(await self._front.ledger.read_batch(batch)))
 
     async def ReadBatch(
             self, request: batches_pb2.ReadBatchRequest, context: Any) -> AsyncIterator[batches_pb2.ReadBatchResponse]:
@@ -96,5 +98,6 @@ class BatchServicer(batches_pb2_grpc.BatchServiceServicer):
         ledger = self._front.ledger
         committed = await ledger.commit(request.incarnation, request.through_batch)
         await archive(ledger, self._store)
+        await self._spill.collect()
         log.info("committed", batch=committed, checkpoint=request.checkpoint_key)
         return committed

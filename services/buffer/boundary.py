@@ -40,8 +40,8 @@ def checked_sample(wire: samples_pb2.SubmittedSample, body: bytes) -> Submit:
             f"tokens, generated_tokens, oldest_step, newest_step = {told}, but the body has {found}", "HEADER_MISMATCH")
     if wire.HasField("score"):
         return Submit(lease, body, checksum, tokens, generated, steps, score=checked_score(wire.score),
-                      reward=sample.reward_of(wire.score))
-    return Submit(lease, body, checksum, tokens, generated, steps, wire.transcript)
+                      reward=sample.reward_of(wire.score), bounded=True)
+    return Submit(lease, body, checksum, tokens, generated, steps, wire.transcript, bounded=True)
 
 
 def checked_partial(wire: samples_pb2.PartialSample) -> Partial:

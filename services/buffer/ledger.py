@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 from slipstream.config import RunFile
 from slipstream.errors import ConfigError, Fenced, InvalidInput, NotFound, OutOfRange, Unavailable
 
-SCHEMA = 3
+SCHEMA = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,7 @@ class Outcome(StrEnum):
     FENCED = "fenced"  # a newer attempt exists, or the lease was given back
     CONFLICT = "conflict"  # the same attempt came with another body
     UNKNOWN = "unknown"  # never granted
+    SPILL = "spill"  # the quota is full: put the body into the object store, submit its key
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,8 @@ class Submit:
     score: bytes = b""  # serialized Score when the environment already gave the reward
     failure: str = ""
     reward: float = 0.0  # scalar of the score, as trained: 0 when the scorer failed
+    bounded: bool = False  # answer SPILL rather than hold more bytes than the quota
+    spilled: int = 0  # bytes of a body that is in the object store; `body` is its key then
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +187,7 @@ class Member:
     newest_step: int
     tokens: int
     generated_tokens: int
+    spilled: int = 0  # as in Submit
 
 
 @dataclass(frozen=True, slots=True)

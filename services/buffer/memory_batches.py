@@ -190,7 +190,7 @@ class MemoryBatches:
             group = state.groups[draw]
             members = [
                 Member(i, state.bodies[draw, i], s["c"], state.scores[draw, i], min(p[0] for p in s["sp"]),
-                       max(p[0] for p in s["sp"]), s["tok"], s["gen"])
+                       max(p[0] for p in s["sp"]), s["tok"], s["gen"], s["sb"])
                 for i, s in enumerate(group["s"]) if s["st"] == "scored"]
             groups.append(BatchedGroup(draw, group["e"], group["x"], group["n"], lag, mask, members, bool(quiet)))
         return Composition(

@@ -161,6 +161,9 @@ class MemoryLedger(MemoryBatches):
         if submit.failure:
             state.fail(key, sample, submit.failure)
             return Outcome.ACCEPTED
+        size = len(submit.body) + len(submit.score or submit.transcript)
+        if submit.bounded and state.get("bytes") + size > self.rules.quota_bytes:
+            return Outcome.SPILL
         self._store(key, sample, submit)
         return Outcome.ACCEPTED
 
@@ -176,7 +179,8 @@ class MemoryLedger(MemoryBatches):
             sample["rw"] = submit.reward
         state.bodies[key] = submit.body
         state.hold(sample, "lb", len(submit.body))
-        size = len(submit.body) + len(submit.transcript)
+        sample["sb"] = submit.spilled
+        size = (submit.spilled or len(submit.body)) + len(submit.transcript)
         state.meta["estimate"] = state.get("estimate") + (size - state.get("estimate")) // 16
         if submit.score:
             state.move(sample, "scored")

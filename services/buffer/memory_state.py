@@ -8,7 +8,8 @@ A sample record; absent keys mean "not yet":
     st state · a attempt · w worker · g [step, incarnation] that the grant started from · r bytes reserved ·
     t first grant (ms) · sa scoring attempt · sw scoring worker · c crc32c ·
     tok, gen tokens · sp [[step, incarnation], ...] of the body · pp the same of a partial · rw reward ·
-    lb, lt, ls, lp bytes held as body, transcript, score, partial · why reason of closing
+    lb, lt, ls, lp bytes held as body, transcript, score, partial · sb bytes of a body in the object store (its key is held) ·
+    why reason of closing
 """
 
 from __future__ import annotations

@@ -201,8 +201,8 @@ class RedisLedger:
         groups = []
         for d, e, x, n, lag, mask, quiet, size in result["groups"]:
             members = [
-                Member(i, body, crc, score, oldest, newest, tokens, generated)
-                for (i, crc, tokens, generated, oldest, newest), body, score in itertools.islice(parts, size)]
+                Member(i, body, crc, score, *rest)
+                for (i, crc, *rest), body, score in itertools.islice(parts, size)]
             groups.append(BatchedGroup(d, e, x, n, lag, mask, members, bool(quiet)))
         return Composition(
             batch, result["epoch"], result["sequence"], groups, [(d, r) for d, r in result["drops"]], result["numbered_ms"],

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from services.buffer.ledger import Lease, Partial, Scored, Submit
 
 _LEASES = struct.Struct("<QIIII")
-_SUBMIT = struct.Struct("<?dI")  # scored, reward, bytes of info
-_INFO = struct.Struct("<IIIII")  # crc32c, tokens, generated tokens, bytes of body and of transcript; the steps follow
+_SUBMIT = struct.Struct("<BdI")  # 1 = scored + 2 = bounded, reward, bytes of info
+_INFO = struct.Struct("<IIIIII")  # crc32c, tokens, generated tokens, bytes of body, transcript, spilled body; the steps follow
 _PARTIAL = struct.Struct("<?I")
 _LENGTH = struct.Struct("<I")
 _STEP = struct.Struct("<II")
@@ -44,9 +44,10 @@ def submits(items: Iterable[Submit]) -> bytes:
     parts: list[bytes] = []
     for s in items:
         transcript = 0 if s.score else len(s.transcript)
-        info = _INFO.pack(s.crc32c, s.tokens, s.generated_tokens, len(s.body), transcript) + _steps(s.steps)
+        info = _INFO.pack(s.crc32c, s.tokens, s.generated_tokens, len(s.body), transcript, s.spilled) + _steps(s.steps)
         failure = s.failure.encode()
-        parts += _SUBMIT.pack(bool(s.score), s.reward + 0.0, len(info)), info, _LENGTH.pack(len(failure)), failure
+        kind = bool(s.score) + 2 * s.bounded
+        parts += _SUBMIT.pack(kind, s.reward + 0.0, len(info)), info, _LENGTH.pack(len(failure)), failure
     return b"".join(parts)
 
 
@@ -71,16 +72,16 @@ def grants(rows: bytes) -> Iterator[tuple[int, int, int]]:
             yield place - 1, index, attempt
 
 
-def members(rows: bytes) -> Iterator[tuple[int, int, int, int, int, int]]:
-    """(sample, crc32c, tokens, generated tokens, oldest step, newest step) of a batch's members."""
+def members(rows: bytes) -> Iterator[tuple[int, int, int, int, int, int, int]]:
+    """(sample, crc32c, oldest step, newest step, tokens, generated tokens, bytes of a spilled body) of a batch's members."""
     position = 0
     while position < len(rows):
         index, size = _MEMBER.unpack_from(rows, position)
         start = position + _MEMBER.size
         position = start + size
-        crc, tokens, generated, _, _ = _INFO.unpack_from(rows, start)
+        crc, tokens, generated, _, _, spilled = _INFO.unpack_from(rows, start)
         steps = [step for step, _ in _STEP.iter_unpack(rows[start + _INFO.size:position])]
-        yield index, crc, tokens, generated, min(steps), max(steps)
+        yield index, crc, min(steps), max(steps), tokens, generated, spilled
 
 
 def _steps(steps: Sequence[tuple[int, int]]) -> bytes:

@@ -19,9 +19,11 @@ from services.buffer.fold import Fold
 from services.buffer.front import Front, from_lease, require, shielded, to_lease
 from services.buffer.ledger import Grant, Granted, Outcome, Submit
 from services.buffer.sentences import lease_sentence
+from services.buffer.spill import Spill
 from services.buffer.wire import Submitted
 from slipstream import rpc, seeds
 from slipstream.errors import Fenced, SlipstreamError
+from slipstream.objects import ObjectStore
 from slipstream.protos.buffer.v1 import samples_pb2, samples_pb2_grpc
 
 _MOST_SAMPLES = 4096
@@ -30,10 +32,10 @@ _OUTDATED = samples_pb2.SubmitResult(outcome=samples_pb2.OUTCOME_OUTDATED)
 
 
 class SampleServicer(samples_pb2_grpc.SampleServiceServicer):
-    def __init__(self, front: Front) -> None:
+    def __init__(self, front: Front, store: ObjectStore) -> None:
         self._front = front
         self._submit: Fold[Submit, Outcome] = Fold(
-            front.ledger.submit_samples, lambda s: len(s.body) + len(s.transcript) + len(s.score))
+            Spill(front.ledger, store, front.metrics.spilled).submit, lambda s: len(s.body) + len(s.transcript) + len(s.score))
         self._ttl: duration_pb2.Duration = rpc.duration(front.ledger.rules.lease_ms / 1000)
 
     async def LeaseSamples(self, request: samples_pb2.LeaseSamplesRequest, context: Any) -> samples_pb2.LeaseSamplesResponse:

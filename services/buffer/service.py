@@ -47,7 +47,7 @@ _SWEEP_S, _GAUGES_S, _RETRY_S = 1.0, 1.0, 0.2
 def registrations(front: Front, store: ObjectStore, cursor: TaskCursor, clock: Clock | None = None) -> list[Registration]:
     """The gRPC services of one buffer process."""
     return [
-        (add_sample_service, SampleServicer(front)),
+        (add_sample_service, SampleServicer(front, store)),
         (scores_pb2_grpc.add_ScoreServiceServicer_to_server, ScoreServicer(front)),
         (batches_pb2_grpc.add_BatchServiceServicer_to_server, BatchServicer(front, store, cursor)),
         (policy_pb2_grpc.add_PolicyServiceServicer_to_server, PolicyServicer(front)),

@@ -13,7 +13,7 @@ import random
 from hypothesis import strategies as st
 
 from services.buffer.cursor import TaskCursor
-from services.buffer.ledger import Lease, Partial, Rebuilt, Rules, Scored, Submit, Version
+from services.buffer.ledger import Lease, Outcome, Partial, Rebuilt, Rules, Scored, Submit, Version
 from tests.property.ledger_world import TASKS, World
 
 FREE = Rules(
@@ -115,11 +115,14 @@ async def _hand_in(world: World, op: str, newest: int, pick: int, amount: int) -
     if op == "submit":
         submits = []
         for lease in leases:
-            body = b"body %d %d %d" % (lease.draw, lease.sample, pick % 13 == 0) * (1 + pick % 3)
+            body = b"body %d %d %d" % (lease.draw, lease.sample, pick % 13 == 0) * (60 if pick % 3 == 1 else 1 + pick % 3)
             failure, score = "" if pick % 7 else "broke", b"" if pick % 4 else b"score"
             submits.append(Submit(
-                lease, body, len(body), 5, 3, steps, b"" if score else b"text", score, failure, reward if score else 0.0))
-        await world.call("submit_samples", submits)
+                lease, body, len(body), 5, 3, steps, b"" if score else b"text", score, failure, reward if score else 0.0,
+                bounded=pick % 3 == 1))
+        outcomes = await world.call("submit_samples", submits)
+        if isinstance(outcomes, list) and (over := [s for s, o in zip(submits, outcomes, strict=True) if o == Outcome.SPILL]):
+            await world.call("submit_samples", [dataclasses.replace(s, body=b"key", spilled=len(s.body)) for s in over])
     elif op == "partial":
         await world.call("submit_partials", [
             Partial(lease, b"part" * (pick % 2 + 1), steps * (pick % 2), pick % 3 == 0) for lease in leases])

@@ -57,7 +57,8 @@ def _unpack_sample(reader: Reader, reserved: int) -> dict[str, Any]:
     if part:
         sample.update(lp=struct.unpack("<I", part[:4])[0], pp=_pairs(part[4:]))
     if info:
-        sample.update(zip(("c", "tok", "gen", "lb", "lt"), struct.unpack("<5I", info[:20]), strict=True), sp=_pairs(info[20:]))
+        names = ("c", "tok", "gen", "lb", "lt", "sb")
+        sample.update(zip(names, struct.unpack("<6I", info[:24]), strict=True), sp=_pairs(info[24:]))
     if sample["st"] in ("open", "leased", "partial"):
         sample["r"] = reserved
     return sample

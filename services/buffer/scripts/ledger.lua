@@ -38,7 +38,7 @@ local lineage = meta.lineage and cjson.decode(meta.lineage) or {}
 local GROUP = '<I4c0I8I2I8I8i8BBsI8I4I8I2c0'
 local SAMPLE = '<sI2I2I4c0I4c0I4c0I4c0I4c0'
 local STEP = '<I4I4'  -- step, incarnation; `steps` are any number of them
-local BODY = '<I4I4I4I4I4'  -- crc, tokens, generated tokens, bytes of body and transcript: 20 bytes
+local BODY = '<I4I4I4I4I4I4'  -- crc, tokens, generated tokens, bytes of body, transcript, body in the object store: 24 bytes
 local function unpack_group(raw)
   local e, x, n, t, m, p, q, quiet, st, k, r, b, rid, rest = unpacked(GROUP, raw)
   return {e = e, x = x, n = n, t = t, m = m, p = p, q = q, quiet = quiet, st = st, k = k, r = r, b = b, rid = rid, raw = raw,
@@ -193,7 +193,7 @@ local function hold(g, bytes)  -- so many more, or fewer
   g.b = g.b + bytes
 end
 local function partial_size(sample) return sample.part == '' and 0 or (unpacked('<I4', sample.part)) end
-local function steps_of(sample) return string.sub(sample.info, 21) end
+local function steps_of(sample) return string.sub(sample.info, 25) end
 local function worker_of(sample) return string.sub(sample.holder, 17) end
 local function first_grant(sample) return string.sub(sample.holder, 9, 16) end  -- '' before it; see TIME
 local TIME = '<I8'

@@ -1,6 +1,7 @@
--- Hop 2. Of each lease: scored 0 | 1, reward, info, failure. Blobs: of each its body, and score or transcript.
+-- Hop 2. Of each lease: 1 = scored + 2 = bounded, reward, info, failure. Blobs: of each its body, and score or transcript.
 local estimate = get('estimate')
 local function checksum(info) return string.sub(info, 1, 4) end
+local function full(body, text) return get('bytes') + #body + #text > rules.quota_bytes end
 local function store(d, i, sample, reward, info, body, text)
   local g, name, scored = group(d), member(d, i), reward ~= nil
   dequeue('leases', name)
@@ -22,7 +23,8 @@ local function store(d, i, sample, reward, info, body, text)
     put('transcripts', name, text)
     announce(d, i)
   end
-  estimate = estimate + floor((#body + (scored and 0 or #text) - estimate) / 16)
+  local _, _, _, _, transcript, spilled = unpacked(BODY, info)
+  estimate = estimate + floor(((spilled > 0 and spilled or #body) + transcript - estimate) / 16)
 end
 
 local outcomes, finished, n, position = {}, {}, 0, 1
@@ -30,9 +32,10 @@ for _, run in ipairs(read_leases()) do
   local d, first, count, attempt, epoch = unpack(run)
   for i = first, first + count - 1 do
     local sample, outcome = find(d, i, epoch), 'accepted'
-    local scored, reward, info, failure, after = unpacked('<Bc8I4c0I4c0', ARGV[5], position)
+    local kind, reward, info, failure, after = unpacked('<Bc8I4c0I4c0', ARGV[5], position)
     position = after
     n = n + 1
+    local scored, body, text = kind % 2 == 1, ARGV[4 + 2 * n], ARGV[5 + 2 * n]
     if not sample then
       outcome = absent(d, epoch)
     elseif sample.st == 'closed' then
@@ -46,10 +49,12 @@ for _, run in ipairs(read_leases()) do
     elseif failure ~= '' then
       fail(d, i, sample, failure)
       finished[#finished + 1] = d
+    elseif kind >= 2 and full(body, text) then
+      outcome = 'spill'
     else
-      store(d, i, sample, scored == 1 and reward or nil, info, ARGV[4 + 2 * n], ARGV[5 + 2 * n])
+      store(d, i, sample, scored and reward or nil, info, body, text)
       touch(d)
-      if scored == 1 then finished[#finished + 1] = d end
+      if scored then finished[#finished + 1] = d end
     end
     outcomes[n] = outcome
   end
