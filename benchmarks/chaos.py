@@ -80,7 +80,7 @@ def run_file(site: Path, name: str, arguments: argparse.Namespace, disturbed: Pa
         "rollout": {
             "workers": arguments.workers, "slots": 6, "context": 16, "max_new_tokens": 6, "lease_s": LEASE_S,
             "heartbeat_s": LEASE_S / 4},
-        "reward": {"workers": 2, "lease_s": LEASE_S},
+        "reward": {"workers": 2, "lease_s": LEASE_S, "batch": 4},  # the rest stays unscored, where faults reach it
         "buffer": {"durability": "always"},
         "service": {"audit": True, "stall_s": 60},
     }

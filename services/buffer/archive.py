@@ -1,4 +1,8 @@
-"""Where the ledger's logs go when Redis forgets them: `ledger/<epoch>-<sequence>.jsonl`, one line an event or a dead letter."""
+"""Where the ledger's logs go when Redis forgets them: `ledger/<epoch>-<sequence>-<crc32c>.jsonl`, a line per event or dead letter.
+
+Not every line moves the ledger's sequence, and two commits may archive at once (a lost reply, then the same call again). So the
+name has a checksum of the lines: other lines never overwrite what was trimmed on the strength of being there.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import json
 
 from services.buffer.ledger import Ledger
 from slipstream.objects import ObjectStore
+from slipstream.sample import crc32c
 
 
 async def archive(ledger: Ledger, store: ObjectStore) -> int:
@@ -13,7 +18,7 @@ async def archive(ledger: Ledger, store: ObjectStore) -> int:
     lines = await ledger.archive()
     if lines:
         meta = (await ledger.balance()).meta
-        text = "".join(json.dumps(line, sort_keys=True) + "\n" for line in lines)
-        await store.put(f"ledger/{meta['epoch']:03d}-{meta['sequence']:012d}.jsonl", text.encode())
+        text = "".join(json.dumps(line, sort_keys=True) + "\n" for line in lines).encode()
+        await store.put(f"ledger/{meta['epoch']:03d}-{meta['sequence']:012d}-{crc32c(text):08x}.jsonl", text)
         await ledger.trim(lines)
     return len(lines)

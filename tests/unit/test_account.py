@@ -118,6 +118,20 @@ async def test_both_ledgers_give_the_same_account(ledger: RedisLedger, tmp_path:
     assert comparable(await memory.holders()) == comparable(await ledger.holders())
 
 
+async def test_archives_never_overwrite_each_other(ledger: RedisLedger, tmp_path: Path) -> None:
+    """A published version is a line, but no change of state: an archive at the same sequence keeps what the former one trimmed."""
+    await some_work(ledger)
+    store, before = FileStore(tmp_path / "objects"), [line["id"] for line in await ledger.archive()]
+    await archive(ledger, store)
+    incarnation = (await ledger.balance()).meta["incarnation"]
+    number = await ledger.reserve_version(incarnation, 3)
+    await ledger.publish_version(Version(number, 3, incarnation, "versions/3", 0))
+    assert await archive(ledger, store) == 1
+    texts = [await store.get(key) for key in await store.list("ledger/")]
+    kept = [json.loads(line)["id"] for text in texts for line in text.splitlines()]
+    assert set(before) < set(kept) and len(kept) == len(before) + 1
+
+
 async def test_an_ended_run_is_read_from_the_store(ledger: RedisLedger, tmp_path: Path) -> None:
     """At its end the buffer archives what is in its logs and leaves its balance: the same account without a buffer, each dead
     letter once, wherever it lies."""
