@@ -257,6 +257,7 @@ class Holders:
     scoring_leases: Mapping[str, int]
 
 
+PARTIAL_BYTES = 32 << 20  # of partials in one answer of grant_samples, but for the last of them: an answer has to fit a message
 TOPICS: tuple[str, ...] = ("samples", "unscored", "ready", "versions")
 OnChange = Callable[[Sequence[str]], None]
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from services.buffer.cursor import TaskCursor
 from services.buffer.ledger import (
+    PARTIAL_BYTES,
     SCHEMA,
     Grant,
     Granted,
@@ -61,13 +62,13 @@ class MemoryLedger(MemoryBatches):
         now = state.now_ms()
         due = now if now >= state.get("grace") else 0
         for key in by_deadline(state.leases, due) + sorted(state.open_samples):
-            if len(grants) < count:
+            if _room(grants, count):
                 self._grant(key, worker, loaded, grants)
         refusal = state.draw_refusal()
-        while len(grants) < count and refusal is None:
+        while _room(grants, count) and refusal is None:
             draw = self._draw()
             for index in range(self.rules.group_size):
-                if len(grants) < count:
+                if _room(grants, count):
                     self._grant((draw, index), worker, loaded, grants)
             refusal = state.draw_refusal()
         finished = state.get("numbered") >= self.rules.steps
@@ -295,6 +296,10 @@ class MemoryLedger(MemoryBatches):
         changed, self.state.changed = sorted(self.state.changed), set()
         if changed:
             self.on_change(changed)
+
+
+def _room(grants: Sequence[Grant], count: int) -> bool:
+    return len(grants) < count and sum(len(g.partial) for g in grants) < PARTIAL_BYTES
 
 
 def by_deadline(table: Mapping[Key, int], due: int) -> list[Key]:

@@ -20,6 +20,7 @@ from services.buffer import rows
 from services.buffer.connection import connect, verify
 from services.buffer.cursor import TaskCursor
 from services.buffer.ledger import (
+    PARTIAL_BYTES,
     SCHEMA,
     Balance,
     BatchedGroup,
@@ -104,6 +105,7 @@ class RedisLedger:
             await self._propose(wanted + 8)
             result, granted, partials = await self._run("grant_samples", {
                 "worker": worker, "count": count - len(grants), "loaded": loaded, "start": self._start,
+                "partial_bytes": PARTIAL_BYTES - sum(len(g.partial) for g in grants),
                 "tasks": self._proposals[:wanted + 8]})
             groups, epoch, bodies = result["groups"], result["epoch"], dict(zip(result["partials"], partials, strict=True))
             for n, (place, i, attempt) in enumerate(rows.grants(granted), 1):

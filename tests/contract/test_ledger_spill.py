@@ -1,11 +1,13 @@
-"""A ledger over its quota takes keys in place of bodies, and refuses nobody: on every implementation and server."""
+"""Large bodies: a ledger over its quota takes keys in place of bodies and refuses nobody; answers fit a message."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
-from services.buffer.ledger import Grant, Outcome, Submit
+import pytest
+
+from services.buffer.ledger import Grant, Outcome, Partial, Submit
 from tests.contract.ledger_bench import Bench, grant, submit
 
 KEY = b"spill/1-1-0-1-0000ffff"
@@ -46,3 +48,23 @@ async def test_what_a_draw_reserves_is_learnt_from_the_bodies_themselves(bench: 
     before = (await ledger.balance()).meta["estimate"]
     await ledger.submit_samples([by_reference(large(g)) for g in await grant(ledger, 2)])
     assert (await ledger.balance()).meta["estimate"] > before
+
+
+async def test_partials_of_one_answer_fit_a_message(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large partials are granted a few at a time: an answer that cannot be sent would lapse, and come again, for ever."""
+    for module in ("memory_ledger", "redis_ledger"):
+        monkeypatch.setattr(f"services.buffer.{module}.PARTIAL_BYTES", 250)
+    ledger = await bench.start()
+    await ledger.submit_partials([Partial(g.lease, b"p" * 100, [(0, 1)], release=True) for g in await grant(ledger, 5)])
+    assert [len(g.partial) for g in await grant(ledger)] == [100, 100, 100]
+    assert [len(g.partial) for g in await grant(ledger)] == [100, 100, 0, 0, 0]
+
+
+async def test_a_failed_sample_gives_the_bytes_of_its_partial_back(bench: Bench) -> None:
+    """At once, though its group goes on."""
+    ledger = await bench.start()
+    one, other = await grant(ledger, 2)
+    await ledger.submit_partials([Partial(g.lease, b"p" * 100, [(0, 1)]) for g in (one, other)])
+    await ledger.submit_samples([submit(one, failure="the environment went away")])
+    balance = await ledger.balance()
+    assert balance.meta["bytes"] == 100 and balance.groups["open"] == 1

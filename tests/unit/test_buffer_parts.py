@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,13 @@ import numpy as np
 import pytest
 from google.protobuf.message import DecodeError
 
-from services.buffer import transitions
+from services.buffer import rows, transitions
 from services.buffer.batch_log import BatchLog, build
 from services.buffer.boundary import checked_sample, checked_score
 from services.buffer.changes import Changes
 from services.buffer.cursor import TaskCursor, permute
 from services.buffer.fold import Fold
-from services.buffer.ledger import BatchedGroup, Composition, Member, Rules, Waiting
+from services.buffer.ledger import BatchedGroup, Composition, Lease, Member, Rules, Waiting
 from services.buffer.sentences import batch_sentence
 from services.buffer.wire import submitted
 from slipstream import sample, seeds
@@ -125,6 +126,20 @@ async def test_after_the_last_was_taken_nobody_looks_until_something_changes() -
 
 def test_the_seeds_of_a_draw_are_those_of_its_samples() -> None:
     assert seeds.sample_seeds(7, 2**40 + 3, 5) == [seeds.sample_seed(7, 2**40 + 3, i) for i in range(5)]
+
+
+def test_leases_travel_as_runs() -> None:
+    """Neighbours that only their sample tells apart are one row; every list comes back as it was."""
+    def back(packed: bytes) -> list[Lease]:
+        runs = struct.iter_unpack("<QIIII", packed)
+        return [Lease(d, first + n, attempt, epoch) for d, first, count, attempt, epoch in runs for n in range(count)]
+
+    group = [Lease(401, i, 1) for i in range(8)]
+    assert len(rows.leases(group)) == 24 and back(rows.leases(group)) == group
+    for changed in (Lease(401, 4, 2), Lease(402, 4, 1), Lease(401, 4, 1, 2), Lease(401, 3, 1), Lease(401, 6, 1)):
+        mixed = [*group[:4], changed, *group[5:]]
+        assert back(rows.leases(mixed)) == mixed
+    assert rows.leases([]) == b""
 
 
 def composition(count: int = 5) -> Composition:

@@ -1,7 +1,8 @@
--- Hop 1. request: worker, count, loaded, start, tasks = {{environment, index}, ...} of the cursor's positions start, start + 1, ...
+-- Hop 1. request: worker, count, partial_bytes, loaded, start, tasks = {{environment, index}, ...} of the cursor's positions start, start + 1, ...
 -- Result: groups = {{draw, environment, task, samples, least step, pinned version}, ...} of the grants, partials = positions of
 -- grants that have one (blobs), why, facts, finished, position, stale = the proposals did not reach. Grants: see ledger.lua.
-local blobs, partials, seen, refusal, stale = {}, {}, {}, nil, false
+local blobs, partials, held, seen, refusal, stale = {}, {}, 0, {}, nil, false  -- held: bytes of the partials
+local function room() return granted() < request.count and held < request.partial_bytes end
 local deadline = string.format('%.0f', now + rules.lease_ms)
 local loaded
 if request.loaded > 0 then
@@ -52,18 +53,19 @@ local function grant(d, i, queue)
   list_grant(d, i, sample.a, g, g.n, least, pinned)
   if sample.part ~= '' then
     partials[#partials + 1] = granted()
+    held = held + partial_size(sample)
     blobs[#blobs + 1] = call('HGET', K.partials, name)
   end
 end
 
 local function grant_queue(queue, top)  -- changes are written at the end, so the queue stands still meanwhile
   local offset, page = 0, max(64, request.count)
-  while granted() < request.count do
+  while room() do
     local members, draws = call('ZRANGEBYSCORE', K[queue], '-inf', top, 'LIMIT', offset, page), {}
     for n, sample in ipairs(members) do draws[n] = split(sample) end
     preload(draws)
     for _, sample in ipairs(members) do
-      if granted() >= request.count then return end
+      if not room() then return end
       local d, i = split(sample)
       grant(d, i, queue)
     end
@@ -78,13 +80,13 @@ local function position() return get('next_draw') - get('x:requeued') end
 grant_queue('leases', due())
 grant_queue('open', '+inf')
 refusal = draw_refusal()
-while granted() < request.count and not refusal do
+while room() and not refusal do
   local task = request.tasks[position() - request.start + 1]
   if position() < request.start or not task then stale = true; break end
   call('HINCRBY', K.cursor, task[1], 1)
   local d = make_draw(task[1], task[2], 0)
   for i = 0, rules.group_size - 1 do
-    if granted() < request.count then grant(d, i, 'new') else enqueue('open', member(d, i), rank(d, i)) end
+    if room() then grant(d, i, 'new') else enqueue('open', member(d, i), rank(d, i)) end
   end
   refusal = draw_refusal()
 end
