@@ -1,4 +1,4 @@
-"""Where the ledger's logs go when Redis forgets them: `ledger/<epoch>-<sequence>-<crc32c>.jsonl`, a line per event or dead letter.
+"""Where the ledger's logs go when Redis forgets them: `ledger/<epoch>-<sequence>-<crc32c>.jsonl`, an event or letter a line.
 
 Not every line moves the ledger's sequence, and two commits may archive at once (a lost reply, then the same call again). So the
 name has a checksum of the lines: other lines never overwrite what was trimmed on the strength of being there.

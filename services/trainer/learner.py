@@ -24,8 +24,7 @@ from services.trainer.packing import (
     Row,
     lag_histogram,
     microbatches,
-    sample_rows,
-    with_advantages,
+    trained_rows,
     without_signal,
 )
 from services.trainer.route_policy import RoutePolicy
@@ -64,12 +63,9 @@ class Learner:
 
         Raises InvalidInput for malformed samples and SlipstreamError for a non-finite gradient, both with nothing applied.
         """
-        samples = sample_rows(groups, step)
-        if self.objective.kl_in_reward:
-            samples = self._with_reference(samples)
-        rows = with_advantages(groups, samples, self.objective)
+        rows = trained_rows(groups, step, self.objective, self._with_reference)
         if self.objective.kl_in_loss:
-            [rows] = self._with_reference([rows])
+            rows = self._with_reference(rows)
         batches = microbatches(rows, self.run.trainer.tokens_per_microbatch)
         loss, entropies, ratios, grad_norm = 0.0, [], [], 0.0
         self._routes.begin(batches, step)
@@ -125,15 +121,15 @@ class Learner:
         self._reference = _Scorer(model.eval().requires_grad_(False), self.run.trainer.logit_rows)
 
     @torch.no_grad()
-    def _with_reference(self, samples: Sequence[Sequence[Row]]) -> list[list[Row]]:
+    def _with_reference(self, rows: Sequence[Row]) -> list[Row]:
         """The rows with their log-probabilities under the reference model."""
         assert self._reference is not None, "start_reference was not called"
-        found: dict[int, Row] = {}
-        for row in (row for rows in samples for row in rows):
+        found = []
+        for row in rows:
             [batch] = microbatches([row], len(row.inputs))
             logprobs_M, _ = self._reference(batch)
-            found[id(row)] = replace(row, reference=logprobs_M.float().numpy())
-        return [[found[id(row)] for row in rows] for rows in samples]
+            found.append(replace(row, reference=logprobs_M.float().numpy()))
+        return found
 
     def start_rl(self, keep_optimizer: bool) -> None:
         """End of the warm-up: the run's learning rate, and fresh moments unless they are to be kept."""

@@ -15,7 +15,7 @@ Worked example: tokens 5 6 7 8 9 with loss mask 0 0 0 1 1 become inputs 5 6 7 8,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -81,37 +81,41 @@ class Microbatch:
     routed: np.ndarray | None = None  # bool [R, T]: where `routes` holds; not in padding, nor in rows without
 
 
-def sample_rows(groups: Sequence[Group], step: int) -> list[list[Row]]:
-    """Rows of every sample, in the order of group and sample index; their advantages are not known yet.
+def trained_rows(
+    groups: Sequence[Group], step: int, objective: Objective, score: Callable[[list[Row]], list[Row]] | None = None,
+) -> list[Row]:
+    """Rows of optimizer step `step`, with advantages and weights; those that cannot move anything are left out.
 
-    Raises InvalidInput that names draw and sample when a segment is malformed.
+    `score` fills in log-probabilities under the reference model; it is needed, and given all rows, only when a divergence is
+    taken off the rewards. Raises InvalidInput that names draw and sample when a segment of a row is malformed.
     """
-    found = []
-    for group in groups:
-        for member in sorted(group.members, key=lambda m: m.index):
-            place = f"draw {group.draw}, sample {member.index}, segment"
-            rows = (_row(s, step, group.mask_below_step, f"{place} {i}") for i, s in enumerate(member.sample.segments))
-            found.append([row for row in rows if row])
-    return found
-
-
-def trained_rows(groups: Sequence[Group], step: int, objective: Objective) -> list[Row]:
-    """Rows of optimizer step `step` that have something to say, with advantages and weights. Raises as `sample_rows`."""
-    return with_advantages(groups, sample_rows(groups, step), objective)
-
-
-def with_advantages(groups: Sequence[Group], samples: Sequence[Sequence[Row]], objective: Objective) -> list[Row]:
-    """The rows of `sample_rows`, with advantages and weights of the whole step. Rows that cannot move anything are left out."""
-    members = [m for group in groups for m in sorted(group.members, key=lambda m: m.index)]
+    samples = [(group, member) for group in groups for member in sorted(group.members, key=lambda m: m.index)]
+    rows: list[list[Row]] | None = None
+    if objective.kl_in_reward:
+        assert score is not None
+        rows = [score(_rows(group, member, step)) for group, member in samples]
     terms = objective.samples(
-        np.array([m.reward for m in members]), group_numbers([len(g.members) for g in groups]),
-        np.array([sum(len(row.index) for row in rows) for rows in samples], np.int64),
-        np.array([m.sample.finish_reason == FINISH_LENGTH for m in members], bool),
-        np.array([sum(_divergence(row) for row in rows) for rows in samples]) if objective.kl_in_reward else None)
+        np.array([member.reward for _, member in samples]), group_numbers([len(g.members) for g in groups]),
+        np.array([trained_tokens(member.sample, group.mask_below_step) for group, member in samples], np.int64),
+        np.array([member.sample.finish_reason == FINISH_LENGTH for _, member in samples], bool),
+        None if rows is None else np.array([sum(map(_divergence, found)) for found in rows]))
     return [
         replace(row, advantage=advantage, weight=weight)
-        for rows, advantage, weight in zip(samples, terms.advantages.tolist(), terms.weights.tolist(), strict=True)
-        if weight and (advantage or objective.moves_without_advantage) for row in rows]
+        for i, (advantage, weight) in enumerate(zip(terms.advantages.tolist(), terms.weights.tolist(), strict=True))
+        if weight and (advantage or objective.moves_without_advantage)
+        for row in (rows[i] if rows is not None else _rows(*samples[i], step))]
+
+
+def trained_tokens(sample: Sample, mask_below_step: int = 0) -> int:
+    """Generated tokens of versions from `mask_below_step` on."""
+    return sum(
+        span.length for segment in sample.segments for span in segment.spans if span.step >= mask_below_step)
+
+
+def _rows(group: Group, member: Member, step: int) -> list[Row]:
+    place = f"draw {group.draw}, sample {member.index}, segment"
+    found = (_row(s, step, group.mask_below_step, f"{place} {i}") for i, s in enumerate(member.sample.segments))
+    return [row for row in found if row]
 
 
 def _divergence(row: Row) -> float:

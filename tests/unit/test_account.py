@@ -119,7 +119,7 @@ async def test_both_ledgers_give_the_same_account(ledger: RedisLedger, tmp_path:
 
 
 async def test_archives_never_overwrite_each_other(ledger: RedisLedger, tmp_path: Path) -> None:
-    """A published version is a line, but no change of state: an archive at the same sequence keeps what the former one trimmed."""
+    """A published version is a line, but no change of state: an archive at the same sequence keeps what was trimmed before."""
     await some_work(ledger)
     store, before = FileStore(tmp_path / "objects"), [line["id"] for line in await ledger.archive()]
     await archive(ledger, store)

@@ -11,7 +11,7 @@ import torch
 from services.trainer.algorithms.objective import LossInputs, Objective
 from services.trainer.algorithms.policy_losses import LOSSES
 from services.trainer.learner import Learner
-from services.trainer.packing import microbatches, sample_rows
+from services.trainer.packing import microbatches, trained_rows
 from slipstream.config import Algorithm, parse
 from slipstream.errors import ConfigError
 from slipstream.sample import FINISH_LENGTH
@@ -165,7 +165,7 @@ def test_a_reference_pulls_the_policy_back():
     batch = groups(4, seed=3)
 
     def distance() -> float:
-        [rows] = made._with_reference([[row for rows in sample_rows(batch, 1) for row in rows]])
+        rows = made._with_reference(trained_rows(batch, 1, made.objective))
         with torch.no_grad():
             moved = [made.forward(microbatches([row], 10_000)[0])[0] - torch.from_numpy(row.reference) for row in rows]
         return sum(float(gap.abs().sum()) for gap in moved)
