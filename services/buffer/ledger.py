@@ -80,7 +80,7 @@ class Outcome(StrEnum):
     SPILL = "spill"  # the quota is full: put the body into the object store, submit its key
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # one a sample: frozen, it would take three times as long to make
 class Grant:
     lease: Lease
     environment: str
@@ -106,7 +106,7 @@ class Granted:
     finished: bool = False  # every batch of the run is numbered
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # one a sample: frozen, it would take three times as long to make
 class Submit:
     """One finished sample. `steps` are the distinct (step, incarnation) pairs of its version spans."""
 
@@ -132,7 +132,7 @@ class Partial:
     release: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # one a sample: frozen, it would take three times as long to make
 class ScoringGrant:
     lease: Lease
     environment: str
@@ -140,7 +140,7 @@ class ScoringGrant:
     transcript: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # one a sample: frozen, it would take three times as long to make
 class Scored:
     lease: Lease
     score: bytes  # serialized Score
@@ -177,7 +177,7 @@ class Numbering:
     numbered_ms: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # one a sample: frozen, it would take three times as long to make
 class Member:
     index: int
     body: bytes
