@@ -178,9 +178,7 @@ class MemoryBatches:
         state.drops = []
         state.meta["resampled"] = 0
         state.log("events", {"event": "batch", "batch": batch, "groups": len(chosen)})
-        state.changed.add("ready")
-        if state.get("published") >= batch or batch >= self.rules.steps:  # else its version makes room, or nothing
-            state.changed.add("samples")
+        state.changed.update(("ready", "samples"))
 
     async def read_batch(self, batch: int) -> Composition:
         """The composition with its bodies. NotFound unless numbered and uncommitted."""

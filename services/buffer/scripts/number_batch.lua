@@ -129,6 +129,5 @@ table.sort(live)
 call('HSET', K.batches, batch, cjson.encode({
   g = chosen, d = drops, q = get('sequence'), t = now, n = get('next_draw'), u = live}))
 log('events', {event = 'batch', batch = batch, groups = #chosen})
-wake.ready = true
-wake.samples = get('published') >= batch or batch >= rules.steps or nil  -- else the version of this batch makes room, or nothing
+wake.ready = true; wake.samples = true
 return finish({numbered = true, sequence = get('sequence'), numbered_ms = now})
