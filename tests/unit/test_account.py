@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 from collections.abc import AsyncIterator, Callable
@@ -116,6 +117,13 @@ async def test_both_ledgers_give_the_same_account(ledger: RedisLedger, tmp_path:
     for each in (memory, ledger):
         await some_work(each)
     assert comparable(await memory.holders()) == comparable(await ledger.holders())
+
+
+async def test_a_thousand_calls_at_once_take_turns(ledger: RedisLedger) -> None:
+    """A fleet whose calls coincide waits for a connection; it is not refused for want of one."""
+    await some_work(ledger)
+    outcomes = await asyncio.gather(*(ledger.heartbeat_samples([Lease(0, 0, 1)]) for _ in range(1000)))
+    assert len(outcomes) == 1000
 
 
 async def test_archives_never_overwrite_each_other(ledger: RedisLedger, tmp_path: Path) -> None:

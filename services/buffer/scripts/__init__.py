@@ -6,6 +6,7 @@ client, so fronts of different releases can share a server. All keys are passed 
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import logging
@@ -25,6 +26,7 @@ NAMES = (
     "dead", "drops", "batches", "versions", "holds", "unfinished", "cursor")
 _TRANSIENT = (exceptions.ConnectionError, exceptions.TimeoutError, exceptions.BusyLoadingError, OSError)
 _LARGE = 16 << 10
+CONNECTIONS = 64  # below the pool's limit of 100, which is an error and not a wait
 log = logging.getLogger("slipstream.buffer")
 
 
@@ -36,6 +38,7 @@ class Scripts:
         self.keys = {name: f"slipstream:{{{run}}}:{name}" for name in NAMES}
         self.lost_connection = False  # set when a call failed; the owner resets it after its grace
         self._idle: list[Any] = []
+        self._flight = asyncio.Semaphore(CONNECTIONS)
         self._rules = _bulk(json.dumps(rules))
         self._texts: dict[str, tuple[str, str]] = {}
         self._fixed = _bulk(str(len(NAMES))) + b"".join(map(_bulk, self.keys.values()))
@@ -57,6 +60,11 @@ class Scripts:
         return head["r"], head["w"] or (), reply[1], reply[2:]
 
     async def _call(self, text: str, sha: str, arguments: tuple[int, list[bytes]]) -> list[bytes]:
+        """One exchange on a connection of its own; beyond CONNECTIONS at once, calls take turns, as they do in the server."""
+        async with self._flight:
+            return await self._call_now(text, sha, arguments)
+
+    async def _call_now(self, text: str, sha: str, arguments: tuple[int, list[bytes]]) -> list[bytes]:
         """The command is packed here: through the client's own packer, 26 arguments would cost more than the rest of a call.
 
         Connections are kept here between calls: the pool's own check of each takes longer than a script.
