@@ -298,7 +298,7 @@ class RedisLedger:
     @asynccontextmanager
     async def _pipeline(self) -> AsyncIterator[Any]:
         """Plain commands in one transaction; server errors become ours."""
-        async with self._scripts.client.pipeline(transaction=True) as pipe:
+        async with self._scripts.flight, self._scripts.client.pipeline(transaction=True) as pipe:
             try:
                 yield pipe
             except (exceptions.RedisError, OSError) as error:

@@ -26,7 +26,7 @@ NAMES = (
     "dead", "drops", "batches", "versions", "holds", "unfinished", "cursor")
 _TRANSIENT = (exceptions.ConnectionError, exceptions.TimeoutError, exceptions.BusyLoadingError, OSError)
 _LARGE = 16 << 10
-CONNECTIONS = 64  # below the pool's limit of 100, which is an error and not a wait
+CONNECTIONS = 48  # twice that, with those kept here, is below the pool's limit of 100, which is an error and not a wait
 log = logging.getLogger("slipstream.buffer")
 
 
@@ -38,7 +38,7 @@ class Scripts:
         self.keys = {name: f"slipstream:{{{run}}}:{name}" for name in NAMES}
         self.lost_connection = False  # set when a call failed; the owner resets it after its grace
         self._idle: list[Any] = []
-        self._flight = asyncio.Semaphore(CONNECTIONS)
+        self.flight = asyncio.Semaphore(CONNECTIONS)
         self._rules = _bulk(json.dumps(rules))
         self._texts: dict[str, tuple[str, str]] = {}
         self._fixed = _bulk(str(len(NAMES))) + b"".join(map(_bulk, self.keys.values()))
@@ -61,7 +61,7 @@ class Scripts:
 
     async def _call(self, text: str, sha: str, arguments: tuple[int, list[bytes]]) -> list[bytes]:
         """One exchange on a connection of its own; beyond CONNECTIONS at once, calls take turns, as they do in the server."""
-        async with self._flight:
+        async with self.flight:
             return await self._call_now(text, sha, arguments)
 
     async def _call_now(self, text: str, sha: str, arguments: tuple[int, list[bytes]]) -> list[bytes]:
