@@ -25,7 +25,7 @@ from slipstream.lifecycle import Clock, Waits
 from slipstream.objects import ObjectStore
 from slipstream.protos.buffer.v1 import batches_pb2
 from slipstream.protos.types.v1 import sample_pb2, tensor_pb2
-from slipstream.sample import Segment, array, crc32c, decode
+from slipstream.sample import Segment, array, crc32c, decode, reward_of
 
 POLL_S = 10.0
 # An answer without a batch may come at once (checkpoint_now): ask again a little later.
@@ -139,11 +139,9 @@ def assemble(batch: batches_pb2.Batch, bodies: dict[Key, bytes]) -> TrainingBatc
             crc = crc32c(body)
             if member.HasField("body") and crc != member.body.crc32c:
                 raise InvalidInput(f"{place} is not the one that was recorded", "BODY_CHECKSUM", batch=batch.batch)
-            # A failure of the verifier is data: it counts as 0.
-            reward = 0.0 if member.score.failure else member.score.scalar
             if member.score.failure:
                 failures[member.score.failure[:200]] += 1
-            members.append(Member(key[2], decode(body), reward))
+            members.append(Member(key[2], decode(body), reward_of(member.score)))
             audit.append((key[1], key[2], crc, key[0], trained_crc32c(members[-1], wire.mask_below_step)))
             for name, value in member.score.components.items():
                 components.setdefault(name, []).append(value)
