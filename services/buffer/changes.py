@@ -7,8 +7,9 @@ Unblocked by: the ledger's own operations in this process (at once), the slow po
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from services.buffer.ledger import TOPICS
 
@@ -26,6 +27,7 @@ class Changes:
         self._numbers: dict[str, int] = dict.fromkeys(TOPICS, 0)
         self._waiters: dict[str, set[asyncio.Future[None]]] = {topic: set() for topic in TOPICS}
         self._empty: dict[str, int] = {}  # topic -> its counter when a look left nothing
+        self._nothing: dict[str, tuple[float, Any]] = {}  # topic -> when a look found nothing, and its answer
         self.closed = False
 
     def notify(self, topics: Sequence[str]) -> None:
@@ -47,12 +49,16 @@ class Changes:
         """`attempt()` until `ready(answer)` or the time is over; then its last answer.
 
         Where somebody has just found nothing, or taken the `last` there was, and nothing has changed since, the first look is
-        saved.
+        saved; to those who do not wait, that somebody's answer is given, for at most one slow poll.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + min(wait_s, LONGEST_WAIT_S)
-        if topic in SHARED and wait_s > 0 and self._empty.get(topic) == self._numbers[topic]:
-            await self.changed(topic, self._numbers[topic], deadline - loop.time())
+        if topic in SHARED and self._empty.get(topic) == self._numbers[topic]:
+            at, nothing = self._nothing.get(topic, (-math.inf, None))
+            if wait_s > 0:
+                await self.changed(topic, self._numbers[topic], deadline - loop.time())
+            elif loop.time() - at < self._slow_poll_s:
+                return nothing
         while True:
             ticket = self._numbers[topic]
             answer = await attempt()
@@ -60,6 +66,9 @@ class Changes:
             found = ready(answer)
             if not found or last(answer):
                 self._empty[topic] = ticket
+                self._nothing.pop(topic, None)
+                if not found:
+                    self._nothing[topic] = loop.time(), answer
             else:
                 self._empty.pop(topic, None)
             if found:

@@ -50,6 +50,7 @@ from services.buffer.scripts import Scripts
 from slipstream.errors import Unavailable
 
 __all__ = ["RedisLedger", "connect", "verify"]
+BODIES_AT_ONCE = 1 << 20
 _OUTCOMES = {o.value: o for o in Outcome}
 
 
@@ -197,18 +198,38 @@ class RedisLedger:
 
     async def read_batch(self, batch: int) -> Composition:
         """The composition with its bodies. OutOfRange unless numbered and uncommitted."""
-        result, packed, blobs = await self._run("read_batch", {"batch": batch})
-        count = len(blobs) // 2
-        parts = zip(rows.members(packed), blobs[:count], blobs[count:], strict=True)
+        while True:
+            result, packed, scores = await self._run("read_batch", {"batch": batch})
+            infos = list(rows.members(packed))
+            draws = [d for d, *_, size in result["groups"] for _ in range(size)]
+            names = [f"{draw}:{info.index}" for draw, info in zip(draws, infos, strict=True)]
+            bodies = await self._bodies(names, [info.size for info in infos])
+            if all(bodies):  # else committed meanwhile: the script says so
+                break
+        parts = zip(infos, bodies, scores, strict=True)
         groups = []
         for d, e, x, n, lag, mask, quiet, size in result["groups"]:
             members = [
-                Member(i, body, crc, score, *rest)
-                for (i, crc, *rest), body, score in itertools.islice(parts, size)]
+                Member(i.index, body, i.crc32c, score, i.oldest_step, i.newest_step, i.tokens, i.generated_tokens, i.spilled)
+                for i, body, score in itertools.islice(parts, size)]
             groups.append(BatchedGroup(d, e, x, n, lag, mask, members, bool(quiet)))
         return Composition(
             batch, result["epoch"], result["sequence"], groups, [(d, r) for d, r in result["drops"]], result["numbered_ms"],
             result["next_draw"], list(result["live"]))
+
+    async def _bodies(self, names: Sequence[str], sizes: Sequence[int]) -> list[bytes]:
+        """Bodies of these samples, about BODIES_AT_ONCE bytes per command, between which others have their turn."""
+        bodies: list[bytes] = []
+        while len(bodies) < len(names):
+            first, held = len(bodies), 0
+            last = first
+            while last < len(names) and (last == first or held + sizes[last] <= BODIES_AT_ONCE):
+                held += sizes[last]
+                last += 1
+            async with self._pipeline() as pipe:
+                pipe.hmget(self._scripts.keys["bodies"], names[first:last])
+                bodies += (await pipe.execute())[0]
+        return bodies
 
     async def commit(self, incarnation: int, through_batch: int) -> int:
         """Close the rows of all batches up to k and free their bodies. Idempotent."""

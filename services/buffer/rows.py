@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from services.buffer.ledger import Lease, Partial, Scored, Submit
 
@@ -72,16 +73,29 @@ def grants(rows: bytes) -> Iterator[tuple[int, int, int]]:
             yield place - 1, index, attempt
 
 
-def members(rows: bytes) -> Iterator[tuple[int, int, int, int, int, int, int]]:
-    """(sample, crc32c, oldest step, newest step, tokens, generated tokens, bytes of a spilled body) of a batch's members."""
+class MemberRow(NamedTuple):
+    """What the ledger keeps of a batch's member, beside its body and its score."""
+
+    index: int
+    crc32c: int
+    oldest_step: int
+    newest_step: int
+    tokens: int
+    generated_tokens: int
+    size: int  # bytes of the body
+    spilled: int  # bytes of the body in the object store, whose key is then the body here
+
+
+def members(rows: bytes) -> Iterator[MemberRow]:
+    """The rows of a batch's members."""
     position = 0
     while position < len(rows):
         index, size = _MEMBER.unpack_from(rows, position)
         start = position + _MEMBER.size
         position = start + size
-        crc, tokens, generated, _, _, spilled = _INFO.unpack_from(rows, start)
+        crc, tokens, generated, body, _, spilled = _INFO.unpack_from(rows, start)
         steps = [step for step, _ in _STEP.iter_unpack(rows[start + _INFO.size:position])]
-        yield index, crc, min(steps), max(steps), tokens, generated, spilled
+        yield MemberRow(index, crc, min(steps), max(steps), tokens, generated, body, spilled)
 
 
 def _steps(steps: Sequence[tuple[int, int]]) -> bytes:

@@ -124,6 +124,23 @@ async def test_after_the_last_was_taken_nobody_looks_until_something_changes() -
     assert await poll() == 3  # the second answer left something
 
 
+async def test_who_does_not_wait_gets_the_answer_of_who_has_just_found_nothing() -> None:
+    """A thousand workers that ask each second for leases that are not there cost one look, not a thousand."""
+    changes, looks = Changes(slow_poll_s=60), []
+
+    async def look() -> str:
+        looks.append(1)
+        return f"nothing, at look {len(looks)}"
+
+    def poll(topic: str = "samples") -> Any:
+        return changes.poll(topic, 0, look, lambda _: False)
+
+    assert [await poll() for _ in range(3)] == ["nothing, at look 1"] * 3
+    changes.notify(["samples"])
+    assert await poll() == "nothing, at look 2"
+    assert [await poll("ready") for _ in range(2)] == ["nothing, at look 3", "nothing, at look 4"]  # depends on who asks
+
+
 def test_the_seeds_of_a_draw_are_those_of_its_samples() -> None:
     assert seeds.sample_seeds(7, 2**40 + 3, 5) == [seeds.sample_seed(7, 2**40 + 3, i) for i in range(5)]
 

@@ -1,5 +1,6 @@
 -- Everything of a numbered batch. request: batch. Result: drops, sequence, epoch, numbered_ms, next_draw, live,
--- groups = {{draw, environment, task, samples, lag, mask below, no signal, members}, ...}. Rows, one a member: sample, info. Blobs: its bodies, then scores.
+-- groups = {{draw, environment, task, samples, lag, mask below, no signal, members}, ...}. Rows, one a member: sample, info.
+-- Blobs: the members' scores. Their bodies are read beside this, in portions: all at once would hold up everybody else.
 local raw = call('HGET', K.batches, request.batch)
 if not raw then return out_of_range(request.batch) end
 local composition, draws, listed, rows, names, blobs = cjson.decode(raw), {}, {}, {}, {}, {}
@@ -16,10 +17,8 @@ for n, c in ipairs(composition.g) do
   end
   listed[n] = {d, g.e, g.x, g.n, c[2], c[3], c[4], #names - before}
 end
-for _, name in ipairs({'bodies', 'scores'}) do
-  for first = 1, #names, 1000 do
-    for _, b in ipairs(call('HMGET', K[name], unpack(names, first, min(first + 999, #names)))) do blobs[#blobs + 1] = b end
-  end
+for first = 1, #names, 1000 do
+  for _, b in ipairs(call('HMGET', K.scores, unpack(names, first, min(first + 999, #names)))) do blobs[#blobs + 1] = b end
 end
 local result = {groups = listed, drops = composition.d, sequence = composition.q, epoch = meta.epoch,
   numbered_ms = composition.t, next_draw = composition.n, live = composition.u}
