@@ -202,7 +202,7 @@ class RedisLedger:
             result, packed, scores = await self._run("read_batch", {"batch": batch})
             infos = list(rows.members(packed))
             draws = [d for d, *_, size in result["groups"] for _ in range(size)]
-            names = [f"{draw}:{info.index}" for draw, info in zip(draws, infos, strict=True)]
+            names = [f"{draw}:{info.sample}" for draw, info in zip(draws, infos, strict=True)]
             bodies = await self._bodies(names, [info.size for info in infos])
             if all(bodies):  # else committed meanwhile: the script says so
                 break
@@ -210,7 +210,7 @@ class RedisLedger:
         groups = []
         for d, e, x, n, lag, mask, quiet, size in result["groups"]:
             members = [
-                Member(i.index, body, i.crc32c, score, i.oldest_step, i.newest_step, i.tokens, i.generated_tokens, i.spilled)
+                Member(i.sample, body, i.crc32c, score, i.oldest_step, i.newest_step, i.tokens, i.generated_tokens, i.spilled)
                 for i, body, score in itertools.islice(parts, size)]
             groups.append(BatchedGroup(d, e, x, n, lag, mask, members, bool(quiet)))
         return Composition(

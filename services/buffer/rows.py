@@ -76,7 +76,7 @@ def grants(rows: bytes) -> Iterator[tuple[int, int, int]]:
 class MemberRow(NamedTuple):
     """What the ledger keeps of a batch's member, beside its body and its score."""
 
-    index: int
+    sample: int
     crc32c: int
     oldest_step: int
     newest_step: int
