@@ -224,6 +224,9 @@ class Trainer(Section):
     publish_every: PositiveInt = Field(default=1, description="Steps between policy versions.")
     checkpoint_every: PositiveInt = Field(default=10, description="Steps between checkpoints.")
     keep_checkpoints: PositiveInt = Field(default=2, description="Complete checkpoints kept.")
+    nonfinite_limit: PositiveInt = Field(
+        default=3, description="Steps in a row skipped for a loss or gradient that is not finite before the trainer ends."
+    )
     threads: int = Field(default=1, ge=0, description="CPU threads of torch; 0 = all.")
     warmup: Warmup = Warmup()
 

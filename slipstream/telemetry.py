@@ -143,6 +143,7 @@ class TrainerMetrics(_Group):
         self.tokens = self._counter("tokens", "Tokens that went through the model, context included.")
         self.trained_tokens = self._counter("trained_tokens", "Generated tokens that the loss covered.")
         self.samples = self._counter("samples", "Samples trained.")
+        self.skipped_steps = self._counter("skipped_steps", "Steps skipped because loss or gradient was not finite.")
 
 
 class EnvironmentMetrics(_Group):

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.trainer import diagnostics
+from services.trainer import diagnostics, nonfinite
 from services.trainer.algorithms.objective import LossInputs, Objective
 from services.trainer.logprobs import chunked, output_head
-from services.trainer.optimizer import adamw, clipped_step, set_learning_rate
+from services.trainer.optimizer import NonFinite, adamw, clipped_step, set_learning_rate
 from services.trainer.packing import (
     Group,
     Microbatch,
@@ -57,15 +57,19 @@ class Learner:
         self._policy = _Scorer(self.model, run.trainer.logit_rows)
         self._routes = RoutePolicy(self.model, run)
         self._reference: _Scorer | None = None
+        self.skip: nonfinite.Skip | None = None  # of the last step
 
     def step(self, groups: Sequence[Group], step: int) -> Metrics:
         """Optimizer step `step` on a batch. A batch in which no group has a signal changes nothing, not even the moments.
 
-        Raises InvalidInput for malformed samples and SlipstreamError for a non-finite gradient, both with nothing applied.
+        The same when a loss or gradient is not finite: `skip` then says whose. Raises InvalidInput for malformed samples, with
+        nothing applied.
         """
         rows = trained_rows(groups, step, self.objective, self._with_reference)
         if self.objective.kl_in_loss:
             rows = self._with_reference(rows)
+        if malformed := nonfinite.recorded(rows):
+            return self._skipped(groups, step, nonfinite.Skip(malformed))
         batches = microbatches(rows, self.run.trainer.tokens_per_microbatch)
         loss, entropies, ratios, grad_norm = 0.0, [], [], 0.0
         self._routes.begin(batches, step)
@@ -78,8 +82,13 @@ class Learner:
             loss += share.item()
             entropies.append(entropy_M.detach().numpy())
             ratios.append((logprobs_M.detach() - inputs.behaviour).numpy())
-        if batches:
-            grad_norm = clipped_step(self.optimizer, self.model.parameters(), self.run.trainer.max_grad_norm, f"batch {step}")
+        try:
+            if batches:
+                grad_norm = clipped_step(
+                    self.optimizer, self.model.parameters(), self.run.trainer.max_grad_norm, f"batch {step}", loss)
+        except NonFinite:
+            return self._skipped(groups, step, nonfinite.search(rows, batches, self._loss, self.model))
+        self.skip = None
         return {
             **batch_metrics(groups, step),
             **diagnostics.divergence(
@@ -88,8 +97,18 @@ class Learner:
             **self._routes.metrics(),
             "loss": loss, "grad_norm": grad_norm, "trained_tokens": sum(len(row.index) for row in rows),
             "microbatches": len(batches), "entropy": float(_joined(entropies).mean()) if batches else 0.0,
-            "learning_rate": self.optimizer.param_groups[0]["lr"],
+            "learning_rate": self.optimizer.param_groups[0]["lr"], "skipped": 0,
         }
+
+    def _loss(self, batch: Microbatch) -> torch.Tensor:
+        """A micro-batch's part of the step's loss, alone."""
+        return self.objective.loss(_loss_inputs(batch, *self.forward(batch, bool(self.run.algorithm.entropy_coefficient))))
+
+    def _skipped(self, groups: Sequence[Group], step: int, skip: nonfinite.Skip) -> Metrics:
+        """Metrics of a step of which nothing was applied: those of a batch without signal."""
+        metrics = self.step([], step) | batch_metrics(groups, step) | {"skipped": 1, "nonfinite_samples": skip.samples}
+        self.skip = skip
+        return metrics
 
     def supervised_step(self, rows: Sequence[Row], learning_rate: float, what: str) -> float:
         """-mean log pi(target) over the rows' targets, one optimizer step. Returns the loss."""

@@ -30,6 +30,7 @@ from services.trainer.batches import BatchReader, TrainingBatch
 from services.trainer.check import prove_forward
 from services.trainer.checkpoint import Checkpoints, Header
 from services.trainer.learner import Learner, Metrics, Snapshot
+from services.trainer.nonfinite import SkipRecord
 from services.trainer.publish import Publisher
 from services.trainer.records import Records
 from services.trainer.reference import start_reference
@@ -63,6 +64,7 @@ class TrainerLoop:
         self.last: Metrics = {}
         self.checkpoints = Checkpoints(context.store, self.settings.run.name, self.settings.trainer.keep_checkpoints)
         self.records = Records(self.settings.folder)
+        self.skips = SkipRecord(self.settings.folder, self.settings.trainer.nonfinite_limit)
         self.learner: Learner
         self.publisher: Publisher
         self._batches: Any = batches_pb2_grpc.BatchServiceStub(context.channel)
@@ -130,6 +132,7 @@ class TrainerLoop:
             await self._in_torch(self.learner.load, snapshot)
             self.step = self.checkpoint_step = header.step
             self._rewards.extend(header.notes.get("rewards", []))
+            self.skips.in_a_row = header.notes.get("skipped_in_a_row", 0)
             self._submitted = (-1, header.step)
             await self._commit(header)  # a predecessor may have died before it could
         await start_reference(self.learner, self.checkpoints, self._in_torch)
@@ -197,6 +200,7 @@ class TrainerLoop:
         if weights is not None:
             await self._publish(weights)
         self._record(batch, metrics, step_s=ended - started, wait_s=started - self._ended)
+        self.skips.judge(self.learner.skip, number, self.incarnation)
         self._ended = self.clock.monotonic()
         if self._wanted or number % trainer.checkpoint_every == 0:
             await self._checkpoint()
@@ -220,9 +224,13 @@ class TrainerLoop:
         snapshot: Snapshot = await self._in_torch(self.learner.snapshot)
         self._submitted = (self._submitted[0], self.step)
         self._checkpointing = self.context.lifecycle.spawn(
-            f"checkpoint {self.step}", self._write_checkpoint(snapshot, self.step, list(self._rewards)), endless=False)
+            f"checkpoint {self.step}", self._write_checkpoint(snapshot, self.step, self._notes()), endless=False)
 
-    async def _write_checkpoint(self, snapshot: Snapshot, step: int, rewards: list[float]) -> None:
+    def _notes(self) -> dict[str, Any]:
+        """What a checkpoint remembers of the loop."""
+        return {"rewards": list(self._rewards), "skipped_in_a_row": self.skips.in_a_row}
+
+    async def _write_checkpoint(self, snapshot: Snapshot, step: int, notes: dict[str, Any]) -> None:
         started = self.clock.monotonic()
         sequence, epoch = self._ledger_sequence, self._ledger_epoch
 
@@ -230,7 +238,7 @@ class TrainerLoop:
             async with asyncio.timeout(timeout):
                 return await self.checkpoints.save(
                     snapshot, step=step, incarnation=self.incarnation, ledger_sequence=sequence, ledger_epoch=epoch,
-                    notes={"rewards": rewards})
+                    notes=notes)
 
         header = await rpc.call_until(save, None, WRITE_TIMEOUT_S, self.waits, f"checkpoint {step} to be written", self.clock)
         await self._commit(header)
@@ -347,3 +355,4 @@ def show_metrics(metrics: telemetry.TrainerMetrics, entry: Metrics) -> None:
     metrics.tokens.inc(entry["tokens"])
     metrics.trained_tokens.inc(entry["trained_tokens"])
     metrics.samples.inc(entry["samples"])
+    metrics.skipped_steps.inc(entry["skipped"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -9,6 +10,10 @@ from torch import nn
 
 from slipstream import config
 from slipstream.errors import SlipstreamError
+
+
+class NonFinite(SlipstreamError):
+    """A loss or gradient norm that is NaN or infinite. Nothing was applied, the gradients are dropped."""
 
 
 def adamw(model: nn.Module, settings: config.Trainer, learning_rate: float) -> torch.optim.AdamW:
@@ -31,17 +36,19 @@ def ramp(step: int, ramp_steps: int) -> float:
     return min(1.0, (step + 1) / ramp_steps)
 
 
-def clipped_step(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], max_norm: float, what: str) -> float:
+def clipped_step(
+    optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], max_norm: float, what: str, loss: float = 0.0,
+) -> float:
     """Clip the global gradient norm, step, drop the gradients. Returns the norm before clipping.
 
-    Raises SlipstreamError, with nothing applied, when the norm is not finite.
+    Raises NonFinite, with nothing applied, when the norm or `loss` is not finite.
     """
     norm = float(nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True))
-    if not norm < float("inf"):
+    if not (norm < float("inf") and math.isfinite(loss)):
         optimizer.zero_grad(set_to_none=True)
-        raise SlipstreamError(
-            f"{what}: the gradient norm is {norm}; nothing was applied. Lower trainer.learning_rate, or look at the batch log",
-            "NON_FINITE_GRADIENT")
+        raise NonFinite(
+            f"{what}: the gradient norm is {norm}, the loss {loss}; nothing was applied. Lower trainer.learning_rate, or look "
+            "at the batch log", "NON_FINITE_GRADIENT")
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm

@@ -61,6 +61,7 @@ class Row:
     weight: float = 0.0  # of each of its tokens in the loss
     reference: np.ndarray | None = None  # float32 [M]: log-probability under the reference model
     routes: np.ndarray | None = None  # uint8 or uint16 [T, L, K]: the sampler's experts; each input token has its own
+    origin: tuple[int, int, int] = (-1, -1, -1)  # draw, sample, segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,7 @@ class Microbatch:
     reference: np.ndarray | None  # float32 [M]
     routes: np.ndarray | None = None  # uint8 or uint16 [R, T, L, K], when a row has some
     routed: np.ndarray | None = None  # bool [R, T]: where `routes` holds; not in padding, nor in rows without
+    lengths: np.ndarray | None = None  # int64 [R]: inputs of each row without its padding
 
 
 def trained_rows(
@@ -115,7 +117,7 @@ def trained_tokens(sample: Sample, mask_below_step: int = 0) -> int:
 def _rows(group: Group, member: Member, step: int) -> list[Row]:
     place = f"draw {group.draw}, sample {member.index}, segment"
     found = (_row(s, step, group.mask_below_step, f"{place} {i}") for i, s in enumerate(member.sample.segments))
-    return [row for row in found if row]
+    return [replace(row, origin=(group.draw, member.index, i)) for i, row in enumerate(found) if row]
 
 
 def _divergence(row: Row) -> float:
@@ -162,8 +164,6 @@ def _row(segment: Segment, step: int, mask_below_step: int, place: str) -> Row |
             "version; they must be equal", "LENGTH_MISMATCH", field="segments")
     if positions[0] == 0:
         raise InvalidInput(f"{place}: its first token is marked as generated, but nothing predicts it", "FIRST_TOKEN")
-    if not np.isfinite(segment.logprobs).all():
-        raise InvalidInput(f"{place}: a log-probability is NaN or infinite", "NON_FINITE_LOGPROB", field="logprobs")
     kept = steps >= mask_below_step
     if not kept.any():
         return None
@@ -225,4 +225,5 @@ def _pad(rows: Sequence[Row]) -> Microbatch:
         (lags == 0) & per_token([row.one_version for row in rows], np.bool_),
         np.concatenate(references) if references else None,
         *_padded_routes(rows, width),
+        np.array([len(row.inputs) for row in rows], np.int64),
     )
