@@ -127,6 +127,7 @@ class Lifecycle:
         self.reason = ""
         self.error: BaseException | None = None
         self.finished = False
+        self.stay = False  # finish() changes the state only; something that restarts what exits is in charge
         self._forced = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._stops: list[tuple[int, str, Callable[[], Awaitable[object]]]] = []
@@ -152,9 +153,10 @@ class Lifecycle:
             self.stopping.set()
 
     def finish(self) -> None:
-        """The work is done: stop normally, with exit code 0."""
+        """The work is done: stop normally, with exit code 0; or, with `stay`, serve on until somebody asks to stop."""
         self.finished = True
-        self.request_stop("finished")
+        if not self.stay:
+            self.request_stop("finished")
 
     async def run(self) -> int:
         """Wait until something asks to stop, stop in stages, return the exit code (EXIT_* above)."""

@@ -75,6 +75,8 @@ class BufferMetrics(_Group):
         self.leases = self._gauge("leases", "Leases held now.", "kind")
         self.workers = self._gauge("workers", "Processes that were heard of within a lease period.", "service")
         self.unscored_samples = self._gauge("unscored_samples", "Samples submitted that wait for a score.")
+        self.wanted_samples = self._gauge(
+            "wanted_samples", "Samples that may be in generation now, drawn or not: the work of all rollout workers together.")
         self.complete_groups = self._gauge("complete_groups", "Groups ready for a batch.")
         self.bytes = self._gauge("bytes", "Bytes of bodies held in Redis.")
         self.quota_bytes = self._gauge("quota_bytes", "Most bytes of bodies that may be held in Redis.")
@@ -128,6 +130,11 @@ class TrainerMetrics(_Group):
         self.grad_norm = self._gauge("grad_norm", "Gradient norm of the last step before clipping.")
         self.entropy = self._gauge("entropy", "Mean entropy of the policy over the trained tokens, in nats.")
         self.clip_share = self._gauge("clip_share", "Share of tokens whose ratio was clipped.")
+        self.value_loss = self._gauge("value_loss", "Loss of the critic's last update.")
+        self.explained_variance = self._gauge(
+            "explained_variance", "Share of the returns' variance that the critic foresaw: 1 is all, 0 is none.")
+        self.critic_grad_norm = self._gauge("critic_grad_norm", "Gradient norm of the critic's last update before clipping.")
+        self.value_clip_share = self._gauge("value_clip_share", "Share of tokens whose value moved beyond critic.clip.")
         self.route_flip_share = self._gauge(
             "route_flip_share", "Share of replayed choices of experts that the trainer's router would make otherwise.")
         self.logprob_gap_mean = self._gauge(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from services.buffer.account import keep
 from services.buffer.front import Front
+from services.buffer.signals import wanted_samples
 from services.buffer.stalls import HEARD_S, Stalls
 from slipstream import logs
 from slipstream.errors import Unavailable
@@ -41,6 +42,7 @@ class Gauges:
         metrics.leases.labels("scoring").set(samples.get("scoring", 0))
         metrics.unscored_samples.set(samples.get("unscored", 0))
         metrics.complete_groups.set(meta["ready"])
+        metrics.wanted_samples.set(wanted_samples(front.ledger.rules, balance))
         metrics.bytes.set(meta.get("bytes", 0))
         metrics.published_step.set(meta["published"])
         metrics.numbered_batch.set(meta.get("numbered", 0))
