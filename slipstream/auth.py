@@ -1,45 +1,55 @@
-"""Who may call what: a role token in the metadata of each call, checked before the method runs.
+"""Who may call what. Each call proves a role before its method runs, and the table says which methods that role may call.
 
-The token is HMAC-SHA256(secret, role) in hex, sent as `authorization: Slipstream <role>:<token>`. The secret is the file
-`secret` in the run folder, readable by its owner only. Without that file nobody is checked, and servers listen on loopback
-only.
+A role is proved by the caller's certificate (slipstream.tls), by a role token on loopback, or by a signed token
+(slipstream.auth_tokens). The role `client`, programs outside, always needs a signed token: it tells who, until when, how much.
+Without certificates and without the file `secret` in the run folder nobody is checked, and servers listen on loopback only.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
+import inspect
 import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
 from google.rpc import code_pb2
 
-from slipstream.errors import ConfigError, SlipstreamError
+from slipstream import tls
+from slipstream.auth_credentials import HEADER, Credentials
+from slipstream.auth_quotas import Quotas
+from slipstream.auth_tokens import SIGNED_TOKEN, Unauthenticated, read_secrets, role_by_token, verify
+from slipstream.errors import SlipstreamError
 
-ROLES = ("rollout", "reward", "trainer", "buffer", "client", "cli")
-HEADER = "authorization"
-_SCHEME = "Slipstream "
+ROLES = ("rollout", "reward", "trainer", "buffer", "environment", "client", "cli")
+_OWN = "rollout reward trainer buffer cli"  # the run's services, and the person who runs it
 
-_ANY = frozenset(ROLES)
-_BUFFER = "slipstream.buffer.v1."
-# Roles by service, and by method where it differs. What is not named is open to every role.
+# Service, methods, roles. Closed: a method that is not here is nobody's. tests/contract/test_security.py tries every pair.
+_TABLE = (
+    ("buffer.v1.SampleService", "LeaseSamples HeartbeatSamples SubmitSamples SubmitPartials ReleaseSamples", "rollout"),
+    ("buffer.v1.ScoreService", "LeaseUnscored HeartbeatScoring SubmitScores", "reward"),
+    ("buffer.v1.BatchService", "TakeIncarnation LeaseBatch ReadBatch CommitBatches", "trainer"),
+    ("buffer.v1.PolicyService", "ReserveVersion PublishVersion", "trainer"),
+    ("buffer.v1.PolicyService", "WatchVersions ListVersions HoldVersion", _OWN),
+    ("buffer.v1.LedgerService", "GetBalance ListDeadLetters", _OWN),
+    ("buffer.v1.SessionService", "OpenSession HeartbeatSession CloseSession", "client"),
+    ("rollout.v1.RolloutService", "Generate", "client cli"),
+    ("rollout.v1.RolloutService", "Drain", "cli"),
+    ("reward.v1.RewardService", "ScoreTranscripts", "rollout reward client cli"),
+    ("trainer.v1.TrainerService", "GetProgress", _OWN),
+    ("trainer.v1.TrainerService", "RequestCheckpoint", "cli"),
+    ("environment.v1.EnvironmentService", "Describe", "rollout buffer cli"),
+    ("environment.v1.EnvironmentService", "Reset Step Close", "rollout cli"),
+    ("types.v1.StatusService", "GetStatus", _OWN),
+)
 ALLOWED: dict[str, frozenset[str]] = {
-    f"{_BUFFER}SampleService": frozenset({"rollout"}),
-    f"{_BUFFER}ScoreService": frozenset({"reward"}),
-    f"{_BUFFER}BatchService": frozenset({"trainer"}),
-    f"{_BUFFER}PolicyService/ReserveVersion": frozenset({"trainer"}),
-    f"{_BUFFER}PolicyService/PublishVersion": frozenset({"trainer"}),
-}
-# Services that anybody may ask: probes and tools have no token.
+    f"slipstream.{service}/{method}": frozenset(roles.split())
+    for service, methods, roles in _TABLE for method in methods.split()}
+# Services that anybody who reaches the port may ask: probes and tools. They tell health and the public contract.
 OPEN = frozenset({"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection", "grpc.reflection.v1.ServerReflection"})
-
-
-class Unauthenticated(SlipstreamError):
-    """The call carries no valid role token."""
-
-    code = code_pb2.UNAUTHENTICATED
 
 
 class PermissionDenied(SlipstreamError):
@@ -48,37 +58,26 @@ class PermissionDenied(SlipstreamError):
     code = code_pb2.PERMISSION_DENIED
 
 
-def token(secret: bytes, role: str) -> str:
-    """The token of a role."""
-    return hmac.new(secret, role.encode(), hashlib.sha256).hexdigest()
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who calls, how that was proved, and how much is allowed a minute (0 = any)."""
 
-
-def metadata(role: str, secret: bytes) -> tuple[tuple[str, str], ...]:
-    """What a client sends with each call; nothing without a secret."""
-    return ((HEADER, f"{_SCHEME}{role}:{token(secret, role)}"),) if secret else ()
+    role: str
+    proof: str
+    name: str = ""
+    calls_per_minute: int = 0
+    bytes_per_minute: int = 0
 
 
 def read_secret(folder: Path) -> bytes:
-    """The secret of a run, b"" when it has none. Raises ConfigError when others may read the file."""
-    path = folder / "secret"
-    try:
-        if path.stat().st_mode & 0o077:
-            raise ConfigError(f"{path} can be read by others: chmod 600 {path}")
-        secret = path.read_bytes().strip()
-    except FileNotFoundError:
-        return b""
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    if len(secret) < 16:
-        raise ConfigError(f"{path} holds {len(secret)} bytes, at least 16 are needed: delete it and start again")
-    return secret
+    """The signing secret of a run, b"" when it has none. Raises ConfigError when others may read the file."""
+    return next(iter(read_secrets(folder / "secret")), b"")
 
 
 def create_secret(folder: Path) -> bytes:
     """The secret of a run, made when there is none."""
-    path = folder / "secret"
     try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        handle = os.open(folder / "secret", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         return read_secret(folder)
     with os.fdopen(handle, "wb") as file:
@@ -86,54 +85,103 @@ def create_secret(folder: Path) -> bytes:
     return read_secret(folder)
 
 
-def check(method: str, header: str | None, secret: bytes) -> str:
-    """The caller's role. `method` is "/package.Service/Method". Raises Unauthenticated or PermissionDenied."""
-    role, _, given = (header or "").removeprefix(_SCHEME).partition(":")
-    if not header:
-        raise Unauthenticated(f"{method} needs a role token in the {HEADER} metadata", "TOKEN_MISSING", method=method)
-    if role not in _ANY or not hmac.compare_digest(given.encode(), token(secret, role).encode()):
-        raise Unauthenticated(
-            f"{method}: the token of role {role[:20]!r} is not valid for this run", "TOKEN_INVALID",
-            method=method, role=role[:20])
-    service = method.strip("/").partition("/")[0]
-    allowed = ALLOWED.get(method.strip("/")) or ALLOWED.get(service)
-    if allowed is not None and role not in allowed:
+def authorise(method: str, caller: Caller) -> None:
+    """Raises PermissionDenied unless the table lets this role call "/package.Service/Method"."""
+    allowed = ALLOWED.get(method.strip("/"), frozenset())
+    if caller.role not in allowed:
+        whose = f"for {', '.join(sorted(allowed))}" if allowed else "in no role's table (slipstream/auth.py)"
         raise PermissionDenied(
-            f"{method} is for {', '.join(sorted(allowed))}, not for role {role}", "ROLE", method=method, role=role)
-    return role
+            f"{method} is {whose}, not for role {caller.role} (by {caller.proof}): call it with the certificate or token of a "
+            "role that may", "ROLE", method=method, role=caller.role)
+
+
+def identify(
+    method: str, header: str, properties: Mapping[str, Iterable[bytes]], credentials: Credentials, now_unix: float,
+) -> Caller:
+    """Who calls, by the authorization metadata and the transport's auth_context(). Raises Unauthenticated."""
+    secure = b"ssl" in properties.get("transport_security_type", ())
+    by_certificate = ""
+    if "x509_pem_cert" in properties:
+        by_certificate = tls.role_of(properties, credentials.run)
+        if by_certificate not in ROLES:
+            raise Unauthenticated(
+                f"{method}: the caller's certificate names no role of run {credentials.run}: it needs one URI "
+                f"{tls.identity('<role>', credentials.run)}, with one of {', '.join(ROLES)}", "CERTIFICATE_ROLE", method=method)
+        if by_certificate != "client":
+            return Caller(by_certificate, "certificate")
+    if header.startswith(SIGNED_TOKEN):
+        claims = verify(header.removeprefix(SIGNED_TOKEN), credentials.keys.secrets, now_unix)
+        if by_certificate in ("", claims.role):
+            return Caller(
+                claims.role, "signed token", claims.name, claims.calls_per_minute or credentials.calls_per_minute,
+                claims.bytes_per_minute or credentials.bytes_per_minute)
+        raise Unauthenticated(
+            f"{method}: the token of {claims.name} is for role {claims.role}, the certificate for {by_certificate}: use one "
+            "role", "TOKEN_ROLE", method=method)
+    if not header or secure:
+        kind = "signed" if secure else "role"
+        raise Unauthenticated(
+            f"{method} needs a {kind} token in the {HEADER} metadata" + (": slipstream token makes one" if secure else ""),
+            "TOKEN_MISSING", method=method)
+    role, given = role_by_token(header, credentials.keys.secrets), header.partition(" ")[2].partition(":")[0][:20]
+    if role not in ROLES or role == "client":
+        needs = ": role client needs a signed one (slipstream token)" if role else ": is it of another run?"
+        raise Unauthenticated(
+            f"{method}: the token of role {given!r} is not valid for this run{needs}", "TOKEN_INVALID", method=method,
+            role=given)
+    return Caller(role, "role token")
 
 
 class RoleInterceptor(grpc.aio.ServerInterceptor):
-    """Refuse calls without a valid token of an allowed role. Sits inside the interceptor that turns errors into statuses."""
+    """Refuse calls without a proved and allowed role, or over their quota. Sits inside the one that turns errors into
+    statuses, around the method: only there does gRPC tell whose certificate it was."""
 
-    def __init__(self, secret: bytes) -> None:
-        self._secret = secret
+    def __init__(
+        self, credentials: Credentials, unix: Callable[[], float] = time.time, clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._credentials, self._unix, self._quotas = credentials, unix, Quotas(clock)
 
     async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        details = handler_call_details
-        if details.method.strip("/").partition("/")[0] not in OPEN:
-            header = next((value for key, value in details.invocation_metadata if key == HEADER), None)
-            try:
-                check(details.method, header if isinstance(header, str) else None, self._secret)
-            except SlipstreamError as error:
-                return _refuse(await continuation(details), error)
-        return await continuation(details)
+        handler, details = await continuation(handler_call_details), handler_call_details
+        if handler is None or details.method.strip("/").partition("/")[0] in OPEN:
+            return handler
+        header = next((value for key, value in details.invocation_metadata if key == HEADER and isinstance(value, str)), "")
+        return self._guarded(handler, details.method, header)
+
+    def _guarded(self, handler: Any, method: str, header: str) -> Any:
+        """The same handler behind the checks."""
+
+        def admit(request: Any, context: grpc.aio.ServicerContext) -> Caller:
+            caller = identify(method, header, context.auth_context(), self._credentials, self._unix())
+            authorise(method, caller)
+            if caller.calls_per_minute or caller.bytes_per_minute:
+                self._quotas.take(caller.name, caller.calls_per_minute, caller.bytes_per_minute, _size(request))
+            return caller
+
+        async def one(request: Any, context: grpc.aio.ServicerContext) -> Any:
+            caller = admit(request, context)
+            response = await inner(request, context)
+            if caller.name:
+                self._quotas.charge(caller.name, _size(response))
+            return response
+
+        async def many(request: Any, context: grpc.aio.ServicerContext) -> Any:
+            caller = admit(request, context)
+            async for response in inner(request, context):
+                if caller.name:
+                    self._quotas.charge(caller.name, _size(response))
+                yield response
+
+        inner = getattr(handler, _KINDS[bool(handler.request_streaming), bool(handler.response_streaming)])
+        guard = many if inspect.isasyncgenfunction(inner) else one
+        make = getattr(grpc, f"{_KINDS[bool(handler.request_streaming), bool(handler.response_streaming)]}_rpc_method_handler")
+        return make(guard, handler.request_deserializer, handler.response_serializer)
 
 
-def _refuse(handler: Any, error: SlipstreamError) -> Any:
-    """A handler of the same kind that raises; None for an unknown method."""
+_KINDS = {
+    (False, False): "unary_unary", (False, True): "unary_stream", (True, False): "stream_unary", (True, True): "stream_stream"}
 
-    async def one(request: object, context: object) -> None:
-        raise error
 
-    async def many(request: object, context: object):
-        raise error
-        yield
-
-    if handler is None:
-        return handler
-    make = {
-        (False, False): (grpc.unary_unary_rpc_method_handler, one), (False, True): (grpc.unary_stream_rpc_method_handler, many),
-        (True, False): (grpc.stream_unary_rpc_method_handler, one), (True, True): (grpc.stream_stream_rpc_method_handler, many),
-    }[bool(handler.request_streaming), bool(handler.response_streaming)]
-    return make[0](make[1], handler.request_deserializer, handler.response_serializer)
+def _size(message: Any) -> int:
+    """Bytes of a message on the wire; 0 for what has no such size (a stream of requests)."""
+    return message.ByteSize() if hasattr(message, "ByteSize") else 0

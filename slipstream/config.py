@@ -40,6 +40,7 @@ from slipstream.config_sections import (
 from slipstream.config_sections import (
     Build as Build,  # part of a model table, used by name elsewhere
 )
+from slipstream.config_security import Security
 from slipstream.errors import ConfigError
 
 
@@ -57,6 +58,7 @@ class RunFile(Section):
     buffer: Buffer = Buffer()
     objects: Objects = Objects()
     service: Service = Service()
+    security: Security = Security()
 
     @model_validator(mode="after")
     def _consistent(self) -> RunFile:
@@ -143,6 +145,7 @@ class RunFile(Section):
         for setting in ("folder", "steps", "target_reward"):
             data["run"].pop(setting)
         data.pop("service")
+        data.pop("security")
         for section in ("rollout", "reward"):
             data[section].pop("workers")
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()

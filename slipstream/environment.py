@@ -38,6 +38,7 @@ from slipstream.errors import ConfigError
 from slipstream.protos.types.v1 import sample_pb2
 
 if TYPE_CHECKING:
+    from slipstream.auth_credentials import Credentials
     from slipstream.environments.client import EnvironmentClient
     from slipstream.lifecycle import Clock, Waits
 
@@ -225,28 +226,34 @@ def nearest(name: str, known: Sequence[str] | Mapping[str, Any]) -> str:
     return f"known: {', '.join(few) or 'none'}"
 
 
-def connect(settings: config.Environment, waits: Waits | None = None, clock: Clock | None = None) -> EnvironmentClient:
+def connect(
+    settings: config.Environment, waits: Waits | None = None, clock: Clock | None = None,
+    credentials: Credentials | None = None,
+) -> EnvironmentClient:
     """A client of the environment that the run file names: in this process for `entry`, over gRPC for `address`.
 
     An async context manager; entering it starts or describes the environment (ConfigError, one line, when that fails).
-    While a server is down, calls wait for it, named in `waits`.
+    While a server is down, calls wait for it, named in `waits`. With certificates in `credentials` the server has to show one
+    of role `environment`, unless its settings say `insecure`.
     """
     from slipstream.environments import client  # after this module: the client is built from its types
 
-    return client.open_client(settings, waits, clock)
+    return client.open_client(settings, waits, clock, credentials)
 
 
-async def describe(settings: config.Environment) -> Description:
+async def describe(settings: config.Environment, credentials: Credentials | None = None) -> Description:
     """What the environment of the run file offers. Raises ConfigError when it cannot be loaded or reached."""
-    async with connect(settings) as client:
+    async with connect(settings, credentials=credentials) as client:
         return client.description
 
 
-def serve(environment: Environment, host: str = "127.0.0.1", port: int = 0, name: str = "") -> None:
+def serve(
+    environment: Environment, host: str = "127.0.0.1", port: int = 0, name: str = "", credentials: Credentials | None = None,
+) -> None:
     """Serve an environment over gRPC until SIGTERM or Ctrl-C; prints the address. port 0 = a free one.
 
     For a server inside a running event loop use slipstream.environments.server.EnvironmentServer.
     """
     from slipstream.environments import server  # after this module: the server is built from its types
 
-    server.run(environment, host, port, name)
+    server.run(environment, host, port, name, credentials)

@@ -27,9 +27,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
-from slipstream import auth, errors, logs
+from slipstream import auth, errors, logs, tls
+from slipstream.auth_credentials import Credentials, fixed
 from slipstream.errors import ConfigError, SlipstreamError, Unavailable
 from slipstream.lifecycle import Clock, Waits
+from slipstream.rpc_channel import RenewingChannel, token_interceptors
 
 T = TypeVar("T")
 Registration = tuple[Callable[[Any, Any], None], Any]
@@ -69,6 +71,8 @@ SERVER_OPTIONS = [
     # Two servers on one port must be an error, not a lottery.
     ("grpc.so_reuseport", 0),
 ]
+# Calls in flight end first: the age has no grace by default.
+_SECURE_OPTIONS = [("grpc.max_connection_age_ms", int(tls.CONNECTION_S * 1000))]
 
 log = logs.get("rpc")
 
@@ -90,9 +94,27 @@ def seconds(value: duration_pb2.Duration) -> float:
     return value.seconds + value.nanos / 1e9
 
 
-def channel(address: str, role: str = "", secret: bytes = b"") -> grpc.aio.Channel:
-    """A channel to host:port or unix:path. With a secret, each call carries the role's token."""
-    interceptors = _token_interceptors(auth.metadata(role, secret)) if secret else None
+def channel(
+    address: str, role: str = "", secret: bytes = b"", credentials: Credentials | None = None, peer: str = "buffer",
+    insecure: bool = False,
+) -> grpc.aio.Channel:
+    """A channel to host:port or unix:path that proves who calls by `credentials` (or by a role and a fixed secret).
+
+    With certificates the server has to be of role `peer`, wherever it is, and renewed certificates are used from the next call
+    on. Raises ConfigError for plaintext to an address that is not loopback, unless it is meant to be `insecure`.
+    """
+    found = credentials or fixed(secret, role)
+    interceptors = token_interceptors(found.metadata) if found.metadata() else None
+    named = [*CLIENT_OPTIONS, ("grpc.ssl_target_name_override", tls.server_name(peer))]
+    if found.certificates is not None:
+        return RenewingChannel(found.certificates, lambda pems: grpc.aio.secure_channel(
+            address, tls.channel_credentials(pems), named, interceptors=interceptors))
+    if found.authority is not None:
+        return grpc.aio.secure_channel(
+            address, grpc.ssl_channel_credentials(found.authority.read_bytes()), named, interceptors=interceptors)
+    if not insecure and not is_loopback(address):
+        raise ConfigError(
+            f"{address} is not loopback and would be plaintext: set security.tls_dir (--tls-dir) to a folder with certificates")
     return grpc.aio.insecure_channel(address, CLIENT_OPTIONS, interceptors=interceptors)
 
 
@@ -160,22 +182,35 @@ class Server:
 
     def __init__(
         self, host: str, port: int, registrations: Sequence[Registration], secret: bytes = b"", grace_s: float = 5,
-        observe: Observe | None = None, public: bool = False,
+        observe: Observe | None = None, public: bool = False, credentials: Credentials | None = None, client_port: int = 0,
+        health_port: int = 0,
     ) -> None:
-        """`observe(method, code, seconds)` is told of every finished call.
+        """`observe(method, code, seconds)` is told of every finished call. With certificates every caller shows one, but at
+        `client_port` (0 = none), where a signed token is asked for instead. `health_port` (0 = none) serves health alone, in
+        plaintext, for probes that speak nothing else.
 
-        Raises ConfigError for a host that is not loopback when there is no secret, unless it is meant to be `public`: an
+        Raises ConfigError for a host that is not loopback without certificates, unless the server is meant to be `public`: an
         environment, which nobody needs a role for.
         """
-        if not secret and not public and not _is_loopback(host):
+        self._credentials = credentials or fixed(secret)
+        if self._credentials.certificates is None:
+            if not public and not is_loopback(_join(host, port)):
+                raise ConfigError(
+                    f"--host {host} is not loopback and plaintext is refused there: set security.tls_dir (--tls-dir) to a "
+                    "folder with certificates, or use --host 127.0.0.1")
+            if client_port:
+                raise ConfigError(f"--client-port {client_port} needs certificates: set security.tls_dir (--tls-dir)")
+        elif client_port and not self._credentials.keys.secrets:
             raise ConfigError(
-                f"--host {host} is not loopback and the run folder has no secret, so anybody could call: "
-                "use --host 127.0.0.1 or put a secret file there (mode 600)")
+                f"--client-port {client_port} asks for signed tokens, and there is no secret: set security.secret_file")
         self._host, self._port, self._registrations, self._grace_s = host, port, registrations, grace_s
+        self._client_port, self._health_port = client_port, health_port
         interceptors: list[grpc.aio.ServerInterceptor] = [_ErrorInterceptor(observe)]
-        if secret:
-            interceptors.append(auth.RoleInterceptor(secret))
-        self._server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
+        if self._credentials.checks:
+            interceptors.append(auth.RoleInterceptor(self._credentials))
+        self._server = grpc.aio.server(interceptors=interceptors, options=[*SERVER_OPTIONS, *(
+            _SECURE_OPTIONS if self._credentials.certificates is not None else ())])
+        self._probes = grpc.aio.server(options=SERVER_OPTIONS) if health_port else None
         self._health = HealthServicer()
         self._names: list[str] = []
         self._stopped = False
@@ -198,13 +233,26 @@ class Server:
         names = [health_names.SERVICE_NAME, reflection.SERVICE_NAME, *self._names]
         reflection.enable_server_reflection(names, self._server)
         await self.set_serving(True)
-        check_port(self._host, self._port, "--port")
-        try:
-            port = self._server.add_insecure_port(_join(self._host, self._port))
-        except RuntimeError as error:
-            raise ConfigError(f"--port {self._port}: cannot listen on {self._host}: {error}") from None
+        certificates = self._credentials.certificates
+        own = certificates.server_credentials() if certificates is not None else None
+        port = self._listen(self._server, self._port, "--port", own)
+        if self._client_port and certificates is not None:
+            self._listen(self._server, self._client_port, "--client-port", certificates.server_credentials(ask_client=False))
+        if self._probes is not None:
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, self._probes)
+            self._listen(self._probes, self._health_port, "--health-port", None)
+            await self._probes.start()
         await self._server.start()
         self.address = _join(self._host, port)
+
+    def _listen(self, server: grpc.aio.Server, port: int, option: str, credentials: grpc.ServerCredentials | None) -> int:
+        """Bind a port, encrypted with credentials. Returns its number; raises ConfigError."""
+        check_port(self._host, port, option)
+        address = _join(self._host, port)
+        try:
+            return server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)
+        except RuntimeError as error:
+            raise ConfigError(f"{option} {port}: cannot listen on {self._host}: {error}") from None
 
     async def set_serving(self, serving: bool) -> None:
         """Health of every service: SERVING or NOT_SERVING. Calls are answered all the same."""
@@ -217,6 +265,8 @@ class Server:
         if not self._stopped:
             self._stopped = True
             await self._server.stop(self._grace_s)
+            if self._probes is not None:
+                await self._probes.stop(0)
 
 
 class _Recorder:
@@ -317,38 +367,16 @@ def check_port(host: str, port: int, option: str) -> None:
         raise ConfigError(remedy) from None
 
 
-def _token_interceptors(metadata: Sequence[tuple[str, str]]) -> list[grpc.aio.ClientInterceptor]:
-    """One interceptor per kind of call: grpc.aio files each object under the first kind that it is an instance of."""
-
-    def with_token(details: Any) -> Any:
-        joined = grpc.aio.Metadata(*(details.metadata or ()), *metadata)
-        return grpc.aio.ClientCallDetails(details.method, details.timeout, joined, details.credentials, details.wait_for_ready)
-
-    class UnaryUnary(grpc.aio.UnaryUnaryClientInterceptor):
-        async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-            return await continuation(with_token(client_call_details), request)
-
-    class UnaryStream(grpc.aio.UnaryStreamClientInterceptor):
-        async def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-            return await continuation(with_token(client_call_details), request)
-
-    class StreamUnary(grpc.aio.StreamUnaryClientInterceptor):
-        async def intercept_stream_unary(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
-            return await continuation(with_token(client_call_details), request_iterator)
-
-    class StreamStream(grpc.aio.StreamStreamClientInterceptor):
-        async def intercept_stream_stream(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
-            return await continuation(with_token(client_call_details), request_iterator)
-
-    return [UnaryUnary(), UnaryStream(), StreamUnary(), StreamStream()]
-
-
 def _join(host: str, port: int) -> str:
     """host:port, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Whether "host:port" or "unix:path" stays on this machine."""
+    if address.startswith("unix:"):
+        return True
+    host = address.rpartition(":")[0].strip("[]")
     with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        return ipaddress.ip_address(host).is_loopback
     return host == "localhost"

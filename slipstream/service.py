@@ -27,7 +27,8 @@ from typing import Any, NoReturn
 import grpc
 from prometheus_client import CollectorRegistry
 
-from slipstream import auth, logs, rpc, telemetry
+from slipstream import auth_credentials, logs, rpc, telemetry
+from slipstream.auth_credentials import Credentials
 from slipstream.config import RunFile, load
 from slipstream.errors import ConfigError, InvalidInput, SlipstreamError
 from slipstream.lifecycle import CLOSE, EXIT_CONFIG, FLUSH, NOT_SERVING, Clock, Lifecycle, SystemClock, Waits
@@ -57,6 +58,11 @@ class ServiceArguments:
     metrics_port: int = 0
     redis: str = ""
     run_file: Path = Path()
+    client_port: int = 0
+    health_port: int = 0
+    tls_dir: str = ""
+    secret_file: str = ""
+    stay: bool = False
 
 
 def arguments(service: str, argv: Sequence[str] | None = None) -> ServiceArguments:
@@ -68,19 +74,43 @@ def arguments(service: str, argv: Sequence[str] | None = None) -> ServiceArgumen
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=0, help="gRPC port; 0 = a free one")
     parser.add_argument("--metrics-port", type=int, default=0, help="Prometheus port; 0 = a free one")
+    parser.add_argument(
+        "--client-port", type=int, default=0, help="port for outside clients: TLS without a certificate, with a signed token")
+    parser.add_argument("--health-port", type=int, default=0, help="plaintext port with health alone, for probes")
+    parser.add_argument("--tls-dir", default="", help="folder of certificates; default: security.tls_dir of the run file")
+    parser.add_argument("--secret-file", default="", help="secrets of tokens; default: security.secret_file of the run file")
     if service == "buffer":
         parser.add_argument("--redis", default="", help="Redis URL; default: buffer.redis of the run file")
+        parser.add_argument("--redis-file", type=Path, help="file with the Redis URL, password and all; wins over --redis")
+    parser.add_argument("--stay", action="store_true", help="serve on when the run is finished: something restarts what exits")
     found = parser.parse_args(argv)
     run = load(found.run_file)
     for option, port in (("--port", found.port), ("--metrics-port", found.metrics_port)):
         if not 0 <= port < 65536:
             raise ConfigError(f"{option} {port} is not a port: choose 1 to 65535, or 0 for a free one")
+    for option, port in (("--client-port", found.client_port), ("--health-port", found.health_port)):
+        if not 0 <= port < 65536:
+            raise ConfigError(f"{option} {port} is not a port: choose 1 to 65535, or 0 for none")
     buffer = "" if service == "buffer" else found.buffer or run.service.buffer_address
     if service != "buffer" and not buffer:
         raise ConfigError(f"{service} needs the buffer's address: pass --buffer HOST:PORT or set service.buffer_address")
-    redis = (found.redis or run.buffer.redis) if service == "buffer" else ""
+    redis = _redis_url(found, run) if service == "buffer" else ""
     return ServiceArguments(
-        run, service, found.instance, buffer, found.host, found.port, found.metrics_port, redis, found.run_file)
+        run, service, found.instance, buffer, found.host, found.port, found.metrics_port, redis, found.run_file,
+        found.client_port, found.health_port, found.tls_dir, found.secret_file, found.stay)
+
+
+def _redis_url(found: argparse.Namespace, run: RunFile) -> str:
+    """The buffer's Redis: a file, where a password is not in every list of processes, the option, or the run file."""
+    if found.redis_file is None:
+        return found.redis or run.buffer.redis
+    try:
+        url = found.redis_file.read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"--redis-file {found.redis_file} cannot be read: {error.strerror}") from None
+    if not url:
+        raise ConfigError(f"--redis-file {found.redis_file} is empty: write redis://USER:PASSWORD@HOST:PORT/0 into it")
+    return url
 
 
 def launch_environment(threads: int = 1) -> dict[str, str]:
@@ -100,8 +130,8 @@ class ServiceContext:
     """What a service is given. `figures` and `details` are shown by status; set them, and `policy_version`, at will."""
 
     def __init__(
-        self, args: ServiceArguments, lifecycle: Lifecycle, clock: Clock, store: ObjectStore, secret: bytes = b"",
-        registry: CollectorRegistry | None = None,
+        self, args: ServiceArguments, lifecycle: Lifecycle, clock: Clock, store: ObjectStore,
+        credentials: Credentials | None = None, registry: CollectorRegistry | None = None,
     ) -> None:
         self.arguments = args
         self.run = args.run
@@ -117,7 +147,7 @@ class ServiceContext:
         self.address = ""
         self.metrics_address = ""
         self.started = clock.monotonic()
-        self._secret = secret
+        self.credentials = credentials or Credentials(args.service)
         self._progress: Progress | None = None
         self._channel: grpc.aio.Channel | None = None
 
@@ -125,7 +155,7 @@ class ServiceContext:
     def channel(self) -> grpc.aio.Channel:
         """The channel to the buffer, made at first use, with this service's role."""
         if self._channel is None:
-            self._channel = rpc.channel(self.arguments.buffer, self.arguments.service, self._secret)
+            self._channel = rpc.channel(self.arguments.buffer, credentials=self.credentials)
         return self._channel
 
     @property
@@ -135,6 +165,8 @@ class ServiceContext:
             return "draining"
         if not self.address:
             return "starting"
+        if self.lifecycle.finished:
+            return "finished"
         return "stalled" if self.stalled else "serving"
 
     def judge_progress(self, marker: Callable[[], object], awaiting: Callable[[], str]) -> None:
@@ -162,7 +194,8 @@ class ServiceContext:
         args = self.arguments
         status = (status_pb2_grpc.add_StatusServiceServicer_to_server, _StatusServicer(self))
         server = rpc.Server(
-            args.host, args.port, [*registrations, status], self._secret, observe=self.metrics.observe_rpc)
+            args.host, args.port, [*registrations, status], observe=self.metrics.observe_rpc, credentials=self.credentials,
+            client_port=args.client_port, health_port=args.health_port)
         await server.start()
         self.lifecycle.on_stop(NOT_SERVING, lambda: server.set_serving(False), "health")
         self.lifecycle.on_stop(FLUSH, server.stop, "gRPC server")
@@ -232,12 +265,12 @@ async def open_context(args: ServiceArguments, lifecycle: Lifecycle, clock: Cloc
     """A context with its object store opened and probed. Raises ConfigError."""
     with writable(args.run.folder):
         args.run.folder.mkdir(parents=True, exist_ok=True)
-    secret = auth.read_secret(args.run.folder)
+    credentials = auth_credentials.of(args.run, args.service, args.tls_dir, args.secret_file)
     objects = args.run.objects
     async with open_store(args.run.objects_url, objects.endpoint, objects.region) as store:
         if args.service in _WRITERS:
             await store.probe()
-        context = ServiceContext(args, lifecycle, clock, store, secret)
+        context = ServiceContext(args, lifecycle, clock, store, credentials)
         try:
             yield context
         finally:
@@ -261,6 +294,7 @@ def main(service: str, start: Callable[[ServiceContext], Awaitable[None]], argv:
 async def _run(args: ServiceArguments, start: Callable[[ServiceContext], Awaitable[None]]) -> int:
     clock = SystemClock()
     lifecycle = Lifecycle(clock)
+    lifecycle.stay = args.stay
     _handle_signals(lifecycle)
     async with open_context(args, lifecycle, clock) as context:
         starting = lifecycle.spawn("start", _started(start, context), endless=False)

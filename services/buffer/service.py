@@ -56,7 +56,7 @@ def registrations(front: Front, store: ObjectStore, cursor: TaskCursor, clock: C
     ]
 
 
-async def start(context: ServiceContext, describe: Callable[[Any], Awaitable[Any]] = environment.describe) -> None:
+async def start(context: ServiceContext, describe: Callable[..., Awaitable[Any]] = environment.describe) -> None:
     """Open the ledger, ask the environments for their tasks, serve. Raises ConfigError."""
     run, url = context.run, context.arguments.redis
     if not url:
@@ -67,7 +67,7 @@ async def start(context: ServiceContext, describe: Callable[[Any], Awaitable[Any
     await _until_ready(context, f"Redis at {shown(url)}", lambda: ping(client, url))
     await verify(client, run.buffer.durability, run.buffer.durability_check, run.run.name, run.buffer.quota_bytes)
     with context.waits.on("the environments' descriptions"):
-        found = await asyncio.gather(*(describe(e) for e in run.environments))
+        found = await asyncio.gather(*(describe(e, context.credentials) for e in run.environments))
     tasks = {settings.name: description.tasks for settings, description in zip(run.environments, found, strict=True)}
     ledger = RedisLedger(client, rules, observe=lambda name, seconds: metrics.ledger_seconds.labels(name).observe(seconds))
     await ledger.open(tasks)

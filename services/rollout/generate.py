@@ -21,7 +21,8 @@ from typing import Any
 import grpc
 import numpy as np
 
-from slipstream import auth, rpc, seeds
+from slipstream import auth_credentials, rpc, seeds
+from slipstream.auth_credentials import Credentials
 from slipstream.config import RunFile, load
 from slipstream.errors import ConfigError, NotFound, SlipstreamError, Unavailable, from_rpc_error
 from slipstream.manifest import Manifest, checksum, read_files, read_manifest, read_tensors
@@ -62,12 +63,12 @@ def main() -> int:
 
 async def answers(run: RunFile, asked: argparse.Namespace) -> list[str]:
     """Answers of the first model that there is. Raises NotFound when there is none yet."""
-    secret = auth.read_secret(asked.folder)
+    credentials = auth_credentials.of_folder(asked.folder, "cli")
     workers = [json.loads(p.read_text())["address"] for p in sorted((asked.folder / "services").glob("rollout-*.json"))]
     async with open_store(run.objects_url, run.objects.endpoint, run.objects.region) as store:
         if workers and (manifest := await newest(store)):
             try:
-                return await from_worker(workers[0], secret, await read_files(store, manifest), asked)
+                return await from_worker(workers[0], credentials, await read_files(store, manifest), asked)
             except Unavailable:
                 if not (asked.folder / "model" / "config.json").exists():
                     raise
@@ -95,7 +96,9 @@ async def newest(store: ObjectStore) -> Manifest | None:
     return None
 
 
-async def from_worker(address: str, secret: bytes, files: Mapping[str, bytes], asked: argparse.Namespace) -> list[str]:
+async def from_worker(
+    address: str, credentials: Credentials, files: Mapping[str, bytes], asked: argparse.Namespace,
+) -> list[str]:
     """Ask a rollout worker: tokens in, tokens out."""
     quiet()
     from transformers import AutoTokenizer
@@ -108,7 +111,7 @@ async def from_worker(address: str, secret: bytes, files: Mapping[str, bytes], a
         tokenizer = AutoTokenizer.from_pretrained(folder)
     prompt = np.asarray(encode(tokenizer, asked), np.int32)
     stops = stop_ids(tokenizer, json.loads(files.get("generation_config.json", b"{}")).get("eos_token_id"))
-    async with rpc.channel(address, "cli", secret) as channel:
+    async with rpc.channel(address, credentials=credentials, peer="rollout") as channel:
         stub = rollout_pb2_grpc.RolloutServiceStub(channel)
 
         async def one(index: int) -> str:

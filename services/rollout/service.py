@@ -50,7 +50,8 @@ async def start(context: ServiceContext) -> None:
     stack = contextlib.AsyncExitStack()
     context.lifecycle.on_stop(CLOSE, stack.aclose, "environments")
     environments = {
-        settings.name: await stack.enter_async_context(environment.connect(settings, context.waits, context.clock))
+        settings.name: await stack.enter_async_context(environment.connect(
+            settings, context.waits, context.clock, context.credentials))
         for settings in run.environments}
     engine = TorchEngine(run, metrics.decode_seconds.observe)
     worker = RolloutWorker(context, engine, environments, metrics)

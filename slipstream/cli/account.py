@@ -15,7 +15,7 @@ from typing import Any
 
 from google.protobuf import json_format
 
-from slipstream import auth, rpc
+from slipstream import auth_credentials, rpc
 from slipstream.balance import BALANCE_KEY, complaints, counts
 from slipstream.cli import run_folder
 from slipstream.cli.run_folder import RunFolder
@@ -65,7 +65,8 @@ async def _ask(folder: RunFolder, run: RunFile, dead: bool) -> Account | None:
     """From the buffer; None when it does not answer."""
     if not run.service.buffer_address:
         return None
-    async with rpc.channel(run.service.buffer_address, "cli", auth.read_secret(folder.path)) as channel:
+    credentials = auth_credentials.of_folder(folder.path, "cli")
+    async with rpc.channel(run.service.buffer_address, credentials=credentials) as channel:
         stub: Any = ledger_pb2_grpc.LedgerServiceStub(channel)
         try:
             reply = await rpc.call(stub.GetBalance, ledger_pb2.GetBalanceRequest(), ASK_S)

@@ -141,6 +141,34 @@ def fork(
     raise typer.Exit(branches.fork(place, name, set_ or []))
 
 
+@app.command()
+def certs(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to keep the authority and the certificates.")],
+    role: Annotated[list[str] | None, typer.Option("--role", help="Renew only this one; default: all. Repeatable.")] = None,
+    run: Annotated[str, typer.Option("--run", metavar="NAME", help="Good for this run only; default: for every run.")] = "",
+    lifetime: Annotated[str, typer.Option("--lifetime", metavar="TIME", help="90s, 15m, 1h or 30d.")] = "90d",
+    debug: Debug = False,
+) -> None:
+    """Make a certificate for each role, for this machine, with an authority of your own. Run it again to renew them."""
+    from slipstream.cli import certificates
+    raise typer.Exit(certificates.certs(folder, role or [], run, lifetime))
+
+
+@app.command()
+def token(
+    secret_file: Annotated[Path, typer.Option("--secret-file", help="The run's secrets: <run folder>/secret.")],
+    name: Annotated[str, typer.Option("--name", help="Whose token it is: quotas and errors go by it.")],
+    role: Annotated[str, typer.Option("--role", help="client or cli.")] = "client",
+    ttl: Annotated[str, typer.Option("--ttl", metavar="TIME", help="90s, 15m, 1h or 30d.")] = "1h",
+    calls_per_minute: Annotated[int, typer.Option(min=0, help="Quota; 0 = the run file's.")] = 0,
+    bytes_per_minute: Annotated[int, typer.Option(min=0, help="Quota, both ways; 0 = the run file's.")] = 0,
+    debug: Debug = False,
+) -> None:
+    """Print a token for a program outside: who, role, until when, how much. Signed, not encrypted; pass it on in private."""
+    from slipstream.cli import certificates
+    raise typer.Exit(certificates.token(secret_file, role, name, ttl, calls_per_minute, bytes_per_minute))
+
+
 @env.command("serve")
 def env_serve(
     entry: Annotated[str, typer.Argument(metavar="MODULE:CLASS", help="The environment's class.")],
@@ -149,23 +177,27 @@ def env_serve(
     arg: Annotated[list[str] | None, typer.Option(
         "--arg", metavar="KEY=VALUE", help="Argument of the class. Repeatable.")] = None,
     name: Annotated[str, typer.Option(help="Name that Describe tells; default: the class's.")] = "",
+    tls_dir: Annotated[str, typer.Option("--tls-dir", help="Folder of certificates; without, plaintext for everybody.")] = "",
+    run: Annotated[str, typer.Option("--run", metavar="NAME", help="With certificates of one run only: its name.")] = "",
     debug: Debug = False,
 ) -> None:
     """Serve an environment over gRPC until Ctrl-C."""
     from slipstream import environment
-    from slipstream.cli.environments import arguments
-    environment.serve(environment.load(entry, arguments(arg or []), "MODULE:CLASS"), host, port, name)
+    from slipstream.cli.environments import arguments, proven
+    environment.serve(
+        environment.load(entry, arguments(arg or []), "MODULE:CLASS"), host, port, name, proven(tls_dir, "environment", run))
 
 
 @env.command("check")
 def env_check(
     address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where the environment is served.")],
     insecure: Annotated[bool, typer.Option("--insecure", help="Allow plaintext to an address that is not loopback.")] = False,
+    tls_dir: Annotated[str, typer.Option("--tls-dir", help="Folder of certificates.")] = "",
     debug: Debug = False,
 ) -> None:
     """Ask an environment to describe itself and to start one episode."""
     from slipstream.cli.environments import check
-    check(address, insecure)
+    check(address, insecure, tls_dir)
 
 
 @config.command("schema")

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import tomllib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from slipstream import environment
+from slipstream.auth_credentials import Credentials
 from slipstream.cli.preflight import reachable
 from slipstream.config import Environment
 from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.tls import Certificates
 
 CHECK_S = 10.0
 
@@ -29,15 +32,20 @@ def arguments(given: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def check(address: str, insecure: bool) -> None:
+def proven(tls_dir: str, role: str, run: str = "") -> Credentials | None:
+    """The credentials in a folder; None without one."""
+    return Credentials(role, run, certificates=Certificates(Path(tls_dir), role)) if tls_dir else None
+
+
+def check(address: str, insecure: bool, tls_dir: str = "") -> None:
     """Describe an environment and start one episode; print both. Raises ConfigError or the episode's error."""
-    asyncio.run(_check(Environment(name="check", address=address, insecure=insecure)))
+    asyncio.run(_check(Environment(name="check", address=address, insecure=insecure), proven(tls_dir, "cli")))
 
 
-async def _check(settings: Environment) -> None:
+async def _check(settings: Environment, credentials: Credentials | None) -> None:
     await reachable("HOST:PORT", settings.address)
     try:
-        async with asyncio.timeout(CHECK_S), environment.connect(settings) as client:
+        async with asyncio.timeout(CHECK_S), environment.connect(settings, credentials=credentials) as client:
             told = client.description
             print(f"address   {settings.address}")
             print(f"tasks     {told.tasks or 'one for every index'}")

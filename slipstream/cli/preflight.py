@@ -19,8 +19,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from slipstream import auth_credentials
 from slipstream.config import Environment, RunFile
 from slipstream.errors import ConfigError
+from slipstream.service import SERVICES
 
 BUILT_IN_SCORERS = ("exact", "numeric", "regex")
 REACH_S = 5.0  # an environment or Redis answers within this
@@ -30,15 +32,18 @@ async def check(run: RunFile) -> None:
     """Raises ConfigError for the first thing that cannot work."""
     model(run)
     packages(run)
+    certificates(run)
     await redis(run)
-    await asyncio.gather(*(environment(settings) for settings in run.environments))
+    await asyncio.gather(*(environment(settings, run) for settings in run.environments))
     buffer_port(run)
 
 
 async def problems(run: RunFile) -> list[str]:
     """Everything that `check` would refuse, and whether the model can be built and run: for --dry-run, which has the time."""
     found: list[str] = []
-    looks = [model, packages, redis, *(functools.partial(_of_one, e) for e in run.environments), buffer_port, built_model]
+    looks = [
+        model, packages, certificates, redis, *(functools.partial(environment, e) for e in run.environments), buffer_port,
+        built_model]
     for look in looks:
         try:
             result = look(run)
@@ -47,10 +52,6 @@ async def problems(run: RunFile) -> list[str]:
         except ConfigError as error:
             found.append(error.message)
     return found
-
-
-async def _of_one(settings: Environment, run: RunFile) -> None:
-    await environment(settings)
 
 
 async def built_model(run: RunFile) -> None:
@@ -118,7 +119,13 @@ async def redis(run: RunFile) -> None:
                           "the setting to use the embedded server") from None
 
 
-async def environment(settings: Environment) -> None:
+def certificates(run: RunFile) -> None:
+    """Every process that this machine starts has a certificate of its role."""
+    for role in (*SERVICES, "cli") if run.security.tls_dir else ():
+        auth_credentials.of(run, role)
+
+
+async def environment(settings: Environment, run: RunFile) -> None:
     """The environment answers, its class can be built, its scorer can be imported."""
     from slipstream import environment as sdk
 
@@ -126,7 +133,7 @@ async def environment(settings: Environment) -> None:
     if settings.address:
         await reachable(f"{place}.address", settings.address)
         try:
-            await asyncio.wait_for(sdk.describe(settings), REACH_S)
+            await asyncio.wait_for(sdk.describe(settings, auth_credentials.of(run, "cli")), REACH_S)
         except TimeoutError:
             raise ConfigError(f"{place}.address = {settings.address} did not describe itself within {REACH_S:g} s: is an "
                               "environment served there? `slipstream env check` asks it") from None

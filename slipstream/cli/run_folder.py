@@ -246,6 +246,9 @@ def write_run_file(folder: RunFolder, run: config.RunFile, buffer_address: str) 
     data = run.model_dump(mode="json")
     data["run"]["folder"] = str(folder.path)
     data["service"]["buffer_address"] = buffer_address
+    for name in ("tls_dir", "secret_file"):
+        if data["security"][name]:
+            data["security"][name] = str(Path(data["security"][name]).resolve())
     resolved = config.parse(data, "resolved run file")
     write_json(folder.run_file, data)
     return resolved

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 from google.protobuf.json_format import MessageToDict
 
-from slipstream import auth, rpc
+from slipstream import auth_credentials, rpc
 from slipstream.cli.run_folder import RunFolder, read_json
 from slipstream.errors import SlipstreamError
 from slipstream.protos.types.v1 import status_pb2, status_pb2_grpc
@@ -41,7 +41,7 @@ class Survey:
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
-        self._secret = auth.read_secret(folder.path)
+        self._credentials = auth_credentials.of_folder(folder.path, "cli")
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def __aenter__(self) -> Survey:
@@ -74,7 +74,7 @@ class Survey:
         if registered is None:
             return ServiceStatus(**common, state="starting" if state == "running" and service != "redis" else state)
         try:
-            answer = await self.ask(registered["address"])
+            answer = await self.ask(registered["address"], service)
         except SlipstreamError:
             return ServiceStatus(**common, state="silent" if state in ("running", "") else state, address=registered["address"])
         return ServiceStatus(
@@ -82,10 +82,10 @@ class Survey:
             waited_s=rpc.seconds(answer.waited), uptime_s=rpc.seconds(answer.uptime), version=answer.policy_version.number,
             version_step=answer.policy_version.step, figures=dict(answer.figures), details=MessageToDict(answer.details))
 
-    async def ask(self, address: str) -> status_pb2.GetStatusResponse:
-        """GetStatus of one process. Raises SlipstreamError when it does not answer."""
+    async def ask(self, address: str, service: str = "buffer") -> status_pb2.GetStatusResponse:
+        """GetStatus of one process of a service. Raises SlipstreamError when it does not answer."""
         if address not in self._channels:
-            self._channels[address] = rpc.channel(address, "cli", self._secret)
+            self._channels[address] = rpc.channel(address, credentials=self._credentials, peer=service)
         stub = status_pb2_grpc.StatusServiceStub(self._channels[address])
         return await rpc.call(stub.GetStatus, status_pb2.GetStatusRequest(), ASK_S)
 

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from slipstream import config
+from slipstream.auth_credentials import Credentials
 from slipstream.environment import Description, EpisodeReset, EpisodeStep, Reset, Step, load
 from slipstream.environments.episodes import Episodes
 from slipstream.environments.remote import RemoteEnvironment
@@ -85,6 +86,9 @@ def resolved(description: Description, settings: config.Environment) -> Descript
     return Description(settings.name, description.tasks, settings.scorer or description.scorer, description.max_episodes)
 
 
-def open_client(settings: config.Environment, waits: Waits | None = None, clock: Clock | None = None) -> EnvironmentClient:
+def open_client(
+    settings: config.Environment, waits: Waits | None = None, clock: Clock | None = None,
+    credentials: Credentials | None = None,
+) -> EnvironmentClient:
     """The client for `settings`; see slipstream.environment.connect."""
-    return LocalEnvironment(settings) if settings.entry else RemoteEnvironment(settings, waits, clock)
+    return LocalEnvironment(settings) if settings.entry else RemoteEnvironment(settings, waits, clock, credentials=credentials)

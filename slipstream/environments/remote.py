@@ -7,7 +7,6 @@ waits for: the server                                  unblocked by: its answer,
 
 from __future__ import annotations
 
-import ipaddress
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
@@ -16,6 +15,7 @@ from typing import Any, Self, TypeVar
 import grpc
 
 from slipstream import config, logs, rpc
+from slipstream.auth_credentials import Credentials
 from slipstream.environment import Description, EpisodeReset, EpisodeStep, Reset, Step
 from slipstream.environments import wire
 from slipstream.environments.episodes import timed_out
@@ -38,12 +38,14 @@ class RemoteEnvironment:
 
     def __init__(
         self, settings: config.Environment, waits: Waits | None = None, clock: Clock | None = None, start_s: float = START_S,
+        credentials: Credentials | None = None,
     ) -> None:
-        if not is_loopback(settings.address):
+        self._credentials = credentials if credentials is not None and credentials.secure and not settings.insecure else None
+        if self._credentials is None and not rpc.is_loopback(settings.address):
             if not settings.insecure:
                 raise ConfigError(
                     f"environment {settings.name}: address = {settings.address!r} is not loopback and would be plaintext; "
-                    "set insecure = true if you trust the network between, or tunnel it to 127.0.0.1")
+                    "set insecure = true if you trust the network between, or security.tls_dir to a folder with certificates")
             log.warning("plaintext to an environment that is not on this machine", environment=settings.name,
                         address=settings.address)
         self._settings = settings
@@ -82,7 +84,8 @@ class RemoteEnvironment:
 
     async def __aenter__(self) -> Self:
         settings = self._settings
-        self._channel = rpc.channel(settings.address)
+        self._channel = rpc.channel(
+            settings.address, credentials=self._credentials, peer="environment", insecure=settings.insecure)
         self._stub = EnvironmentServiceStub(self._channel)
         try:
             wire_description = await rpc.call_until(
@@ -127,14 +130,3 @@ class RemoteEnvironment:
                     return [error] * len(episodes)
                 await self._clock.sleep(pause_s)
                 backoff_s = min(2 * backoff_s, BACKOFF_MOST_S)
-
-
-def is_loopback(address: str) -> bool:
-    """Whether "host:port" or "unix:path" stays on this machine."""
-    if address.startswith("unix:"):
-        return True
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -3,7 +3,8 @@
 consumes: lists of resets and steps        produces: one status and observation per item
 waits for: user code                       unblocked by: its return, or GRACE_S before the caller's deadline
 
-Calls are plaintext and carry no token: whoever reaches the address may call.
+With certificates only rollout workers, the buffer and the person who runs it may call; without, calls are plaintext and carry
+no token: whoever reaches the address may call.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from typing import Any, Self
 import grpc
 
 from slipstream import logs, rpc
+from slipstream.auth_credentials import Credentials
 from slipstream.environment import Environment
 from slipstream.environments import wire
 from slipstream.environments.episodes import IDLE_S, Episodes
-from slipstream.environments.remote import CONTRACT, GRACE_S, is_loopback
+from slipstream.environments.remote import CONTRACT, GRACE_S
 from slipstream.errors import InvalidInput
 from slipstream.lifecycle import Clock, SystemClock
 from slipstream.protos.environment.v1 import environment_pb2 as pb
@@ -75,17 +77,17 @@ class EnvironmentServer:
 
     def __init__(
         self, environment: Environment, host: str = "127.0.0.1", port: int = 0, name: str = "", idle_s: float = IDLE_S,
-        clock: Clock | None = None,
+        clock: Clock | None = None, credentials: Credentials | None = None,
     ) -> None:
         clock = clock or SystemClock()
         self.episodes = Episodes(environment, name, idle_s, clock.monotonic)
-        if not is_loopback(f"{host}:{port}"):
+        if not (credentials is not None and credentials.secure) and not rpc.is_loopback(f"{host}:{port}"):
             log.warning("plaintext and open to everybody who reaches this address; let only the network that you trust in",
                         host=host)
         self._server = rpc.Server(host, port, [
             (environment_pb2_grpc.add_EnvironmentServiceServicer_to_server, EnvironmentServicer(self.episodes)),
             (status_pb2_grpc.add_StatusServiceServicer_to_server, StatusServicer(self.episodes, clock)),
-        ], public=True)
+        ], public=True, credentials=credentials)
 
     @property
     def address(self) -> str:
@@ -102,7 +104,9 @@ class EnvironmentServer:
         self.episodes.stop()
 
 
-def run(environment: Environment, host: str = "127.0.0.1", port: int = 0, name: str = "") -> None:
+def run(
+    environment: Environment, host: str = "127.0.0.1", port: int = 0, name: str = "", credentials: Credentials | None = None,
+) -> None:
     """Serve until SIGTERM or Ctrl-C: the calls in flight may end, then the process does. A second signal ends it at once."""
 
     async def main() -> None:
@@ -116,7 +120,7 @@ def run(environment: Environment, host: str = "127.0.0.1", port: int = 0, name: 
 
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stop)
-        async with EnvironmentServer(environment, host, port, name) as server:
+        async with EnvironmentServer(environment, host, port, name, credentials=credentials) as server:
             d = server.episodes.description
             tasks = f"{d.tasks} tasks" if d.tasks else "a task for every index"
             scored = f"scorer {d.scorer}" if d.scorer else "gives rewards itself"

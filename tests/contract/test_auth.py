@@ -7,7 +7,7 @@ import pytest
 from google.rpc import code_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from slipstream import auth, errors, rpc
+from slipstream import auth, auth_credentials, errors, rpc
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.protos.buffer.v1 import (
     batches_pb2,
@@ -129,9 +129,10 @@ async def test_health_needs_no_token(buffer):
 
 def test_a_role_cannot_pass_for_another():
     """The token covers the role: relabelling it does not help."""
-    stolen = auth.metadata("rollout", SECRET)[0][1].replace("rollout:", "trainer:")
+    own = auth_credentials.fixed(SECRET, "rollout")
+    stolen = own.metadata()[0][1].replace("rollout:", "trainer:")
     with pytest.raises(auth.Unauthenticated, match="token of role 'trainer' is not valid"):
-        auth.check("/slipstream.buffer.v1.BatchService/LeaseBatch", stolen, SECRET)
+        auth.identify("/slipstream.buffer.v1.BatchService/LeaseBatch", stolen, {}, own, now_unix=0)
 
 
 def test_the_secret_is_made_once_and_only_for_its_owner(tmp_path):

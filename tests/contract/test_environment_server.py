@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from slipstream import config, rpc
 from slipstream.environment import Action, EpisodeReset, EpisodeStep, Reset, Task, connect, describe
-from slipstream.environments.remote import RemoteEnvironment, is_loopback
+from slipstream.environments.remote import RemoteEnvironment
 from slipstream.environments.server import EnvironmentServer
 from slipstream.errors import ConfigError, NotFound, SlipstreamError
 from slipstream.lifecycle import SystemClock, Waits
@@ -102,7 +102,7 @@ async def test_plaintext_beyond_this_machine_has_to_be_allowed():
     with pytest.raises(ConfigError, match=r"address = '10\.0\.0\.7:50061' is not loopback .*; set insecure = true"):
         connect(at("10.0.0.7:50061"))
     connect(at("10.0.0.7:50061", insecure=True))
-    assert [is_loopback(a) for a in ("localhost:1", "127.0.0.9:1", "[::1]:1", "unix:/x", "example.org:1", "0.0.0.0:1")] == [
+    assert [rpc.is_loopback(a) for a in ("localhost:1", "127.0.0.9:1", "[::1]:1", "unix:/x", "example.org:1", "0.0.0.0:1")] == [
         True, True, True, True, False, False]
 
 

@@ -259,15 +259,15 @@ async def test_a_port_in_use_is_one_line_with_the_remedy(capfd):
     assert capfd.readouterr().err == ""
 
 
-async def test_no_secret_no_open_port():
-    """Without a secret everybody could call, so only loopback is listened on."""
+async def test_no_certificates_no_open_port():
+    """Plaintext stays on this machine, with or without a secret; an environment may be public."""
     for host in ("0.0.0.0", "127.example.com", "::"):
-        with pytest.raises(ConfigError, match="is not loopback and the run folder has no secret"):
-            rpc.Server(host, 0, [])
+        with pytest.raises(ConfigError, match="is not loopback and plaintext is refused there: set security.tls_dir"):
+            rpc.Server(host, 0, [], secret=b"s" * 32)
     async with rpc.Server("::1", 0, []) as running:
         assert running.address.startswith("[::1]:")
     with pytest.raises(ConfigError, match="cannot listen on 192.0.2.1"):
-        await rpc.Server("192.0.2.1", 0, [], secret=b"s" * 32).start()
+        await rpc.Server("192.0.2.1", 0, [], public=True).start()
     async with rpc.Server("0.0.0.0", 0, [], public=True) as running:
         assert running.address.startswith("0.0.0.0:")
 
