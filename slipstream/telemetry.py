@@ -109,6 +109,7 @@ class RolloutMetrics(_Group):
         self.policy_version = self._gauge("policy_version", "Number of the loaded policy version.")
         self.episodes = self._counter("episodes", "Episodes ended: submitted, outdated, failed, handed_back.", "outcome")
         self.environment_seconds = self._histogram("environment_seconds", "Time of one environment call.", "call")
+        self.kv_cache_share = self._gauge("kv_cache_share", "Share of the engine's KV cache in use; 0 where it has none.")
         self.decode_seconds = self._histogram("decode_seconds", "Time of one decode step.", buckets=_RPC_S)
 
 
