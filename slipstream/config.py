@@ -24,6 +24,7 @@ from typing import Any
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from slipstream.config_sections import (
+    Alarms,
     Algorithm,
     Buffer,
     Environment,
@@ -53,6 +54,7 @@ class RunFile(Section):
     schedule: Schedule = Schedule()
     algorithm: Algorithm = Algorithm()
     trainer: Trainer = Trainer()
+    alarms: Alarms = Alarms()
     rollout: Rollout = Rollout()
     reward: Reward = Reward()
     buffer: Buffer = Buffer()

@@ -247,6 +247,32 @@ class Rollout(Section):
     threads: int = Field(default=1, ge=0, description="CPU threads of torch; 0 = all.")
 
 
+class Alarms(Section):
+    """Bands of a step's figures; 0 = that one is not judged. Why these values: docs/guides/operations.md."""
+
+    steps: PositiveInt = Field(
+        default=5, description="Steps in a row outside of a band that raise its alarm, or inside that clear it."
+    )
+    numeric_gap: float = Field(
+        default=0.05, ge=0, description="Most mean |trainer - sampler| log-probability of tokens at lag 0, in nats; 0 = off."
+    )
+    staleness_gap: float = Field(default=0.5, ge=0, description="The same for all other tokens; 0 = off.")
+    k3: float = Field(default=0.2, ge=0, description="Most estimated KL of sampler and trainer, in nats; 0 = off.")
+    ratio_max: float = Field(default=1000, ge=0, description="Largest probability ratio of a token; 0 = off.")
+    ess: float = Field(default=0.5, ge=0, le=1, description="Least effective sample size, as a share of tokens; 0 = off.")
+    clip_share: float = Field(default=0.3, ge=0, le=1, description="Most share of clipped tokens; 0 = off.")
+    route_flip_share: float = Field(default=0.25, ge=0, le=1, description="Most share of flipped routes; 0 = off.")
+    expert_load: float = Field(
+        default=10, ge=0, description="Most tokens of a layer's busiest expert over its mean; 0 = off."
+    )
+    dead_experts: float = Field(default=0.5, ge=0, le=1, description="Most share of experts without a token; 0 = off.")
+    grad_norm: float = Field(default=100, ge=0, description="Largest gradient norm before clipping; 0 = off.")
+    entropy: float = Field(default=0, ge=0, description="Least mean entropy of the policy, in nats; 0 = off.")
+    without_signal: float = Field(
+        default=0.95, ge=0, le=1, description="Most share of groups without signal; 0 = off."
+    )
+
+
 class Reward(Section):
     workers: int = Field(default=1, ge=0, description="Reward workers that the local supervisor starts.")
     batch: PositiveInt = Field(default=512, description="Most samples of one scoring lease.")

@@ -24,6 +24,29 @@ _RPC_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10
 _WORK_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
+_OF_STEP = (
+    ("gap_mean", "logprob_gap_mean", "Mean |trainer - sampler| log-probability over the tokens, in nats."),
+    ("gap_max", "logprob_gap_max", "Greatest |trainer - sampler| log-probability, in nats."),
+    ("gap_fresh_mean", "numeric_gap_mean", "The mean gap of tokens at lag 0: the implementations alone, in nats."),
+    ("gap_fresh_max", "numeric_gap_max", "The greatest gap of tokens at lag 0, in nats."),
+    ("gap_stale_mean", "staleness_gap_mean", "The mean gap of tokens above lag 0, in nats."),
+    ("gap_stale_max", "staleness_gap_max", "The greatest gap of tokens above lag 0, in nats."),
+    ("k3", "kl_estimate", "Estimated KL divergence of sampler and trainer, in nats."),
+    ("ratio_max", "ratio_max", "Largest probability ratio, trainer over sampler."),
+    ("ess", "ess", "Effective sample size of the ratios, as a share of the trained tokens."),
+    ("route_flip_share", "route_flip_share",
+     "Share of replayed choices of experts that the trainer's router would make otherwise."),
+    ("expert_load_max", "expert_load_max", "Tokens of a layer's busiest expert over the mean, in the worst layer."),
+    ("expert_load_mean", "expert_load_mean", "Tokens of a layer's busiest expert over the mean, mean of the layers."),
+    ("dead_experts", "dead_experts", "Experts that got no token in the step, summed over layers."),
+    ("value_loss", "value_loss", "Loss of the critic's last update."),
+    ("explained_variance", "explained_variance", "Share of the variance of returns that the critic foresaw: 1 is all."),
+    ("critic_grad_norm", "critic_grad_norm", "Gradient norm of the critic's last update before clipping."),
+    ("value_clip_share", "value_clip_share", "Share of tokens whose value moved beyond critic.clip."),
+    ("groups_without_signal", "groups_without_signal", "Groups of the last batch whose rewards are all equal."),
+)
+
+
 class _Group:
     """Makes metrics with one prefix on one registry."""
 
@@ -131,16 +154,11 @@ class TrainerMetrics(_Group):
         self.grad_norm = self._gauge("grad_norm", "Gradient norm of the last step before clipping.")
         self.entropy = self._gauge("entropy", "Mean entropy of the policy over the trained tokens, in nats.")
         self.clip_share = self._gauge("clip_share", "Share of tokens whose ratio was clipped.")
-        self.value_loss = self._gauge("value_loss", "Loss of the critic's last update.")
-        self.explained_variance = self._gauge(
-            "explained_variance", "Share of the returns' variance that the critic foresaw: 1 is all, 0 is none.")
-        self.critic_grad_norm = self._gauge("critic_grad_norm", "Gradient norm of the critic's last update before clipping.")
-        self.value_clip_share = self._gauge("value_clip_share", "Share of tokens whose value moved beyond critic.clip.")
-        self.route_flip_share = self._gauge(
-            "route_flip_share", "Share of replayed choices of experts that the trainer's router would make otherwise.")
-        self.logprob_gap_mean = self._gauge(
-            "logprob_gap_mean", "Mean |trainer - sampler| log-probability over the tokens, in nats.")
-        self.logprob_gap_max = self._gauge("logprob_gap_max", "Greatest |trainer - sampler| log-probability, in nats.")
+        # Of the last step, by its key in metrics.jsonl; one without the figure leaves the gauge as it was.
+        self.of_step = {figure: self._gauge(name, sentence) for figure, name, sentence in _OF_STEP}
+        self.lag_tokens = self._gauge("lag_tokens", "Generated tokens of the last batch by their lag in steps.", "lag")
+        self.alarm = Gauge(
+            "slipstream_alarm", "1 while a figure of training is outside of its band.", ("name",), registry=registry)
         self.lag_mean = self._gauge("lag_mean", "Mean lag of the groups of the last batch, in steps.")
         self.lag_max = self._gauge("lag_max", "Greatest lag of the groups of the last batch, in steps.")
         self.learning_rate = self._gauge("learning_rate", "Learning rate of the last step.")

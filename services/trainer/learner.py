@@ -16,6 +16,7 @@ import torch
 
 from services.trainer import diagnostics, nonfinite
 from services.trainer.algorithms.objective import LossInputs, Objective
+from services.trainer.expert_load import ExpertLoad
 from services.trainer.logprobs import chunked, output_head
 from services.trainer.optimizer import NonFinite, adamw, clipped_step, set_learning_rate
 from services.trainer.packing import (
@@ -56,6 +57,7 @@ class Learner:
         self.objective = Objective(run.algorithm, run.rollout.max_new_tokens)
         self._policy = _Scorer(self.model, run.trainer.logit_rows)
         self._routes = RoutePolicy(self.model, run)
+        self._load = ExpertLoad(self.model)
         self._reference: _Scorer | None = None
         self.skip: nonfinite.Skip | None = None  # of the last step
 
@@ -73,8 +75,10 @@ class Learner:
         batches = microbatches(rows, self.run.trainer.tokens_per_microbatch)
         loss, entropies, ratios, grad_norm = 0.0, [], [], 0.0
         self._routes.begin(batches, step)
+        self._load.begin()
         for batch in batches:
-            logprobs_M, entropy_M = self.forward(batch, bool(self.run.algorithm.entropy_coefficient))
+            with self._load.counting(batch):
+                logprobs_M, entropy_M = self.forward(batch, bool(self.run.algorithm.entropy_coefficient))
             self._routes.examine(batch, logprobs_M, lambda b=batch: self.forward(replace(b, routes=None))[0])
             inputs = _loss_inputs(batch, logprobs_M, entropy_M)
             share = self.objective.loss(inputs)
@@ -94,7 +98,7 @@ class Learner:
             **diagnostics.divergence(
                 _joined(ratios), _joined([b.advantages for b in batches]), _joined([b.fresh for b in batches], bool),
                 self.run.algorithm.clip_low, self.run.algorithm.clip_high),
-            **self._routes.metrics(),
+            **self._routes.metrics(), **self._load.metrics(),
             "loss": loss, "grad_norm": grad_norm, "trained_tokens": sum(len(row.index) for row in rows),
             "microbatches": len(batches), "entropy": float(_joined(entropies).mean()) if batches else 0.0,
             "learning_rate": self.optimizer.param_groups[0]["lr"], "skipped": 0,
@@ -223,10 +227,11 @@ def batch_metrics(groups: Sequence[Group], step: int) -> Metrics:
     samples = [m for g in groups for m in g.members]
     rewards = [m.reward for m in samples]
     lags = lag_histogram(groups, step)
-    generated = sum(lags.values())
+    generated, silent = sum(lags.values()), without_signal(groups)
     return {
         "reward_mean": statistics.fmean(rewards) if rewards else 0.0,
-        "groups": len(groups), "samples": len(samples), "groups_without_signal": without_signal(groups),
+        "groups": len(groups), "samples": len(samples), "groups_without_signal": silent,
+        "without_signal_share": silent / len(groups) if groups else None,
         "tokens": sum(m.sample.tokens for m in samples), "generated_tokens": generated,
         "lag_mean": sum(lag * n for lag, n in lags.items()) / max(generated, 1), "lag_max": max(lags, default=0),
         "lags": {str(lag): lags[lag] for lag in sorted(lags)},

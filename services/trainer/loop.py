@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from services.trainer.alarms import Alarms
 from services.trainer.batches import BatchReader, TrainingBatch
 from services.trainer.check import prove_forward
 from services.trainer.checkpoint import Checkpoints, Header
@@ -64,6 +65,7 @@ class TrainerLoop:
         self.last: Metrics = {}
         self.checkpoints = Checkpoints(context.store, self.settings.run.name, self.settings.trainer.keep_checkpoints)
         self.records = Records(self.settings.folder)
+        self.alarms = Alarms(self.settings.alarms, lambda name, on: self.telemetry.alarm.labels(name).set(on))
         self.skips = SkipRecord(self.settings.folder, self.settings.trainer.nonfinite_limit)
         self.learner: Learner
         self.publisher: Publisher
@@ -136,7 +138,7 @@ class TrainerLoop:
             self._submitted = (-1, header.step)
             await self._commit(header)  # a predecessor may have died before it could
         await start_reference(self.learner, self.checkpoints, self._in_torch)
-        self.records.resume(self.step)
+        self.alarms.resume(self.records.resume(self.step))
         self.publisher = Publisher(
             self.context, self.incarnation, await self._in_torch(self.learner.files), self.telemetry.publish_seconds.observe,
             self.records.version)
@@ -301,6 +303,8 @@ class TrainerLoop:
             "version": self.publisher.newest, "incarnation": self.incarnation, "checkpoint_step": self.checkpoint_step,
             "drops": batch.drops, "components": batch.components, "score_failures": batch.score_failures,
             "time_unix": self.clock.unix()}
+        self.alarms.judge(self.last)
+        self.last["alarms"] = self.alarms.raised
         self.records.metrics(self.last)
         show_metrics(self.telemetry, self.last)
         self._show()
@@ -346,10 +350,12 @@ def show_metrics(metrics: telemetry.TrainerMetrics, entry: Metrics) -> None:
     """One step's line as Prometheus metrics."""
     for name in ("reward_mean", "loss", "grad_norm", "entropy", "clip_share", "lag_mean", "lag_max", "learning_rate"):
         getattr(metrics, name).set(entry[name])
-    metrics.logprob_gap_mean.set(entry["gap_mean"])
-    metrics.logprob_gap_max.set(entry["gap_max"])
-    if entry.get("route_flip_share") is not None:
-        metrics.route_flip_share.set(entry["route_flip_share"])
+    for figure, gauge in metrics.of_step.items():
+        if (value := entry.get(figure)) is not None:
+            gauge.set(value)
+    metrics.lag_tokens.clear()
+    for lag, tokens in entry["lags"].items():
+        metrics.lag_tokens.labels(lag).set(tokens)
     metrics.step_seconds.observe(entry["step_s"])
     metrics.wait_seconds.observe(entry["wait_s"])
     metrics.tokens.inc(entry["tokens"])

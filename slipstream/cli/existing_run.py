@@ -13,7 +13,7 @@ from rich.console import Console
 
 from slipstream.cli import run_folder
 from slipstream.cli.survey import Survey
-from slipstream.cli.view import Snapshot, line, services_table
+from slipstream.cli.view import Snapshot, alarms, line, services_table
 from slipstream.cli.watch import Watcher
 from slipstream.errors import ConfigError
 from slipstream.service import launch_environment
@@ -33,6 +33,8 @@ def status(run: str, as_json: bool) -> int:
             "services": [dataclasses.asdict(s) for s in snapshot.services]}, indent=1))
     else:
         console.print(line(snapshot), markup=False, highlight=False, soft_wrap=True)
+        for sentence in alarms(snapshot):
+            console.print(sentence, style="bold yellow", markup=False, highlight=False, soft_wrap=True)
         if snapshot.stall:
             console.print(f"stalled: {snapshot.stall}", style="bold red", markup=False, highlight=False, soft_wrap=True)
         if alive:

@@ -61,9 +61,16 @@ def line(snapshot: Snapshot) -> str:
     versions = [str(s.version) for s in snapshot.services if s.service == "rollout" and s.version]
     if versions:
         parts.append(f"versions {','.join(versions)}")
+    if names := snapshot.metrics.last.get("alarms"):
+        parts.append(f"alarms {','.join(names)}")
     if restarts := sum(s.restarts for s in snapshot.services):
         parts.append(f"restarts {restarts}")
     return f"{clock(time.time())} " + "  ".join(parts)
+
+
+def alarms(snapshot: Snapshot) -> list[str]:
+    """A sentence for each alarm of the trainer that is raised."""
+    return [f"alarm {name}: {sentence}" for name, sentence in snapshot.metrics.last.get("alarms", {}).items()]
 
 
 def waits_line(snapshot: Snapshot) -> str:
@@ -76,6 +83,8 @@ def waits_line(snapshot: Snapshot) -> str:
 def _title(snapshot: Snapshot) -> Text:
     text = Text.assemble(("slipstream ", "bold"), (snapshot.run, "bold cyan"), "  ", (snapshot.state, "italic"))
     text.append(f"  {duration(snapshot.elapsed_s)}", "dim")
+    for sentence in alarms(snapshot):
+        text.append(f"\n{sentence}", "bold yellow")
     return text.append(f"\nstalled: {snapshot.stall}", "bold red") if snapshot.stall else text
 
 

@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM
 from tests.e2e import runs
 
 STEPS = 5
-# None when a batch has no such tokens, or no routes
+# None when a batch has no such tokens, or no routes, or trains nothing
 NULLABLE = (
-    "gap_fresh_mean", "gap_fresh_max", "gap_stale_mean", "gap_stale_max", "route_flip_share", "route_gap", "route_gap_live")
+    "gap_fresh_mean", "gap_fresh_max", "gap_stale_mean", "gap_stale_max", "route_flip_share", "route_gap", "route_gap_live",
+    "expert_load_max", "expert_load_mean", "dead_experts", "dead_expert_share")
 
 
 @pytest.mark.slow

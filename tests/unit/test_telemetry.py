@@ -29,7 +29,7 @@ def test_names_follow_one_scheme(registry):
     """slipstream_<service>_...; times in seconds; a sentence for each; no label that grows with the run."""
     labels = {
         "for_", "method", "code", "service", "version", "python", "kind", "reason", "outcome", "operation", "call", "scorer",
-        "proof"}
+        "proof", "name", "lag"}
     families = list(registry.collect())
     assert len(families) > 50
     for family in families:
