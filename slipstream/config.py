@@ -27,6 +27,7 @@ from slipstream.config_sections import (
     Alarms,
     Algorithm,
     Buffer,
+    Critic,
     Environment,
     Model,
     Objects,
@@ -53,6 +54,7 @@ class RunFile(Section):
     environments: tuple[Environment, ...] = Field(min_length=1, description="Where tasks come from.")
     schedule: Schedule = Schedule()
     algorithm: Algorithm = Algorithm()
+    critic: Critic = Critic()
     trainer: Trainer = Trainer()
     alarms: Alarms = Alarms()
     rollout: Rollout = Rollout()
@@ -83,7 +85,8 @@ class RunFile(Section):
                 f"schedule.sample_timeout_s = {schedule.sample_timeout_s:g} is not below schedule.group_timeout_s = "
                 f"{schedule.group_timeout_s:g}: the whole group would be dropped first; lower the one or remove the other"
             )
-        if schedule.group_size < 2:
+        self._critic_has_a_use()
+        if schedule.group_size < 2 and self.algorithm.advantage != "gae":
             raise ValueError(
                 f"schedule.group_size = {schedule.group_size} with algorithm.advantage = {self.algorithm.advantage}: samples "
                 "of a group are compared with each other, so at least 2 are needed"
@@ -109,6 +112,18 @@ class RunFile(Section):
             )
         return self
 
+    def _critic_has_a_use(self) -> None:
+        """Raise when there are settings of a critic but none, or when one makes settings of groups meaningless."""
+        if self.algorithm.advantage != "gae":
+            if other := next((name for name, value in self.critic if value != getattr(Critic(), name)), None):
+                raise ValueError(
+                    f"critic.{other} = {getattr(self.critic, other)} with algorithm.advantage = {self.algorithm.advantage}: there "
+                    "is no critic; remove the table, or set algorithm.advantage = gae")
+        elif self.schedule.resample_no_signal:
+            raise ValueError(
+                f"schedule.resample_no_signal = {self.schedule.resample_no_signal} with algorithm.advantage = gae: a critic learns "
+                "from groups with equal rewards, too; remove the former")
+
     def _pinned_is_free_of_chance(self) -> None:
         """Raise when a setting would make the batches of a pinned schedule depend on time or on rewards."""
         if not self.schedule.pinned:
@@ -118,6 +133,32 @@ class RunFile(Section):
         for name, reason in why.items():
             if value := getattr(self.schedule, name):
                 raise ValueError(f"schedule.{name} = {value:g} and a pinned schedule contradict: {reason}; remove one of them")
+
+    def _adapter_has_a_base(self) -> None:
+        """Raise when something needs the weights of step 0, which an adapter run does not have in one piece."""
+        if self.model.lora is None:
+            return
+        if self.algorithm.kl != "none" and not self.algorithm.reference and self.trainer.warmup.steps:
+            raise ValueError(
+                f"trainer.warmup.steps = {self.trainer.warmup.steps} with model.lora and algorithm.kl = {self.algorithm.kl}: the "
+                "reference would be the base, as it was before the warm-up; set algorithm.reference, or warmup.steps = 0")
+        if self.algorithm.advantage == "gae":
+            raise ValueError(
+                "model.lora with algorithm.advantage = gae: the critic starts from the policy's weights and is trained whole, which "
+                "an adapter is there to avoid; set another algorithm.advantage, such as grpo")
+
+    def _adapter_has_a_base(self) -> None:
+        """Raise when something needs the weights of step 0, which an adapter run does not have in one piece."""
+        if self.model.lora is None:
+            return
+        if self.algorithm.kl != "none" and not self.algorithm.reference and self.trainer.warmup.steps:
+            raise ValueError(
+                f"trainer.warmup.steps = {self.trainer.warmup.steps} with model.lora and algorithm.kl = {self.algorithm.kl}: the "
+                "reference would be the base, as it was before the warm-up; set algorithm.reference, or warmup.steps = 0")
+        if self.algorithm.advantage == "gae":
+            raise ValueError(
+                "model.lora with algorithm.advantage = gae: the critic starts from the policy's weights and is trained whole, which "
+                "an adapter is there to avoid; set another algorithm.advantage, such as grpo")
 
     @property
     def batch_bytes_estimate(self) -> int:

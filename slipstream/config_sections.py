@@ -121,16 +121,30 @@ PRESETS: dict[str, dict[str, Any]] = {
     "dapo": {"dual_clip": None, "mask_truncated": True},
     "gspo-moe": {
         "policy_loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": None, "aggregation": "sequence_mean"},
+    "ppo": {"advantage": "gae", "gae_lambda": 0.95, "clip_high": 0.2, "dual_clip": None},
 }
+
+# The policy losses that know a dual clip.
+DUAL_CLIPPED = ("ppo", "gspo", "gspo_token")
 
 
 class Algorithm(Section):
-    preset: Literal["async-moe", "grpo", "dapo", "gspo-moe"] = Field(
+    preset: Literal["async-moe", "grpo", "dapo", "gspo-moe", "ppo"] = Field(
         default="async-moe", description="Starting point; other keys of this table override it."
     )
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"] = Field(
-        default="grpo", description="What a reward is compared with: the group's mean (grpo: over its std), or the batch."
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"] = Field(
+        default="grpo",
+        description="What a reward is compared with: the group's mean (grpo: over its std), the batch, or a critic (gae).",
     )
+    credit: Literal["sample", "turn", "token"] = Field(
+        default="sample",
+        description="Where rewards lie: all on the last token, or as the score's per_turn or per_token values say.",
+    )
+    gamma: float = Field(default=1.0, gt=0, le=1, description="gae: what a reward is worth one generated token earlier.")
+    gae_lambda: float = Field(
+        default=1.0, ge=0, le=1, description="gae: 1 = what really came, 0 = what the critic expects of the next token."
+    )
+    whiten: bool = Field(default=True, description="gae: advantages to mean 0 and variance 1 over the tokens of the step.")
     policy_loss: Literal["ppo", "gspo", "gspo_token", "cispo", "sapo", "dppo_tv"] = Field(
         default="ppo", description="Loss per token, or per row (gspo), with its trust region."
     )
@@ -176,7 +190,9 @@ class Algorithm(Section):
     @classmethod
     def _preset(cls, data: Any) -> Any:
         if isinstance(data, dict):
-            return PRESETS.get(str(data.get("preset", "async-moe")), {}) | data
+            data = PRESETS.get(str(data.get("preset", "async-moe")), {}) | data
+            if data.get("policy_loss", "ppo") not in DUAL_CLIPPED:
+                data = {"dual_clip": None} | data
         return data
 
     @model_validator(mode="after")
@@ -193,14 +209,46 @@ class Algorithm(Section):
             raise ValueError(
                 f"policy_loss = {self.policy_loss} with aggregation = {self.aggregation}: its ratio is a mean over the row, so "
                 "rows must be averaged; set aggregation = sequence_mean")
-        if self.dual_clip is not None and self.policy_loss not in ("ppo", "gspo", "gspo_token") and (
-                "dual_clip" in self.model_fields_set):
+        if self.dual_clip is not None and self.policy_loss not in DUAL_CLIPPED:
             raise ValueError(f"dual_clip = {self.dual_clip} has no meaning for policy_loss = {self.policy_loss}; remove it")
+        self._credit_has_a_meaning()
         if self.kl_in == "reward" and self.kl not in ("none", "k1"):
             raise ValueError(f"kl = {self.kl} with kl_in = reward: only k1 is unbiased there; set kl = k1, or kl_in = loss")
         if self.kl == "k1" and self.kl_in == "loss":
             raise ValueError("kl = k1 with kl_in = loss: its gradient is 0 on average; set kl = k2 or k3+, or kl_in = reward")
         return self
+
+    def _credit_has_a_meaning(self) -> None:
+        """Raise for what has no meaning when advantages differ within a row, or only with a critic."""
+        if self.policy_loss == "gspo" and (self.advantage == "gae" or self.credit != "sample"):
+            field = "advantage = gae" if self.advantage == "gae" else f"credit = {self.credit}"
+            raise ValueError(
+                f"policy_loss = gspo with {field}: its ratio is one for the whole row, and tokens of a row would have different "
+                "advantages; set policy_loss = gspo_token")
+        if self.credit == "token" and self.advantage not in ("gae", "reinforce_pp"):
+            raise ValueError(
+                f"credit = token with advantage = {self.advantage}: token t of one answer cannot be compared with token t of "
+                "another; set credit = turn, or advantage = gae or reinforce_pp")
+        if self.advantage == "gae":
+            return
+        for name, neutral in (("gamma", 1.0), ("gae_lambda", 1.0), ("whiten", True)):
+            if getattr(self, name) != neutral:
+                raise ValueError(
+                    f"{name} = {getattr(self, name)} with advantage = {self.advantage}: only gae, with a critic, has a use for it; "
+                    "remove it, or set advantage = gae")
+
+
+class Critic(Section):
+    path: str = Field(
+        default="", description="Hugging Face directory of the critic's backbone; empty = the policy's weights of step 0."
+    )
+    learning_rate: float = Field(default=1e-5, gt=0, description="AdamW learning rate; betas, eps and decay are the trainer's.")
+    clip: float | None = Field(
+        default=0.5, gt=0, description="Values move at most this far from those before the step, or lose their gradient; none = off."
+    )
+    updates: PositiveInt = Field(default=1, description="Optimizer steps of the critic on each batch.")
+    warmup_steps: int = Field(default=0, ge=0, description="First steps of the run in which only the critic learns.")
+    max_grad_norm: float = Field(default=1.0, gt=0, description="The critic's global gradient norm is clipped to this.")
 
 
 class Warmup(Section):

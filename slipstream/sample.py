@@ -58,6 +58,7 @@ class Segment:
     routes_ref: sample_pb2.Routes | None = None  # dtype, shape and byte range, when they lie in the object store
     parent: int | None = None
     fork_point: int = 0
+    turns: tuple[tuple[int, int], ...] = ()  # (model call of the episode, its generated tokens); (): see `turn_numbers`
 
 
 @dataclass(slots=True)
@@ -82,6 +83,23 @@ class Sample:
         """Lowest and highest optimizer step among the version spans."""
         steps = [span.step for s in self.segments for span in s.spans]
         return min(steps), max(steps)
+
+
+def turn_numbers(sample: Sample) -> list[np.ndarray]:
+    """The model call of the episode, 0-based, that generated each token: int64 [M] for each segment.
+
+    As the segments say; where they do not, every run of generated tokens is a call of its own, in order of the segments.
+    """
+    found, following = [], 0
+    for segment in sample.segments:
+        if segment.turns:
+            numbers, lengths = [turn for turn, _ in segment.turns], [length for _, length in segment.turns]
+        else:
+            lengths = _runs(segment.loss_mask)[1::2]
+            numbers = list(range(following, following + len(lengths)))
+        found.append(np.repeat(np.array(numbers, np.int64), lengths))
+        following = max([following, *(number + 1 for number in numbers)])
+    return found
 
 
 def crc32c(data: bytes) -> int:
@@ -127,6 +145,8 @@ def encode(sample: Sample) -> bytes:
         _fill(segment.logprobs, s.logprobs)
         for span in s.spans:
             segment.versions.add(version=span.version, step=span.step, incarnation=span.incarnation, length=span.length)
+        for turn, length in s.turns:
+            segment.turns.add(turn=turn, length=length)
         if s.routes_ref is not None:
             segment.routes.CopyFrom(s.routes_ref)
         elif s.routes is not None:
@@ -147,7 +167,7 @@ def validate(sample: Sample) -> None:
     """Refuse what must never be trained. Raises InvalidInput whose `reason` is counted in a metric.
 
     Reasons: NO_SEGMENTS, EMPTY_TOKENS, LENGTH_MISMATCH, NO_GENERATED_TOKENS, NON_FINITE_LOGPROB, POSITIVE_LOGPROB,
-    VERSION_SPAN, PARENT.
+    VERSION_SPAN, TURNS, PARENT.
     """
     if not sample.segments:
         raise InvalidInput("a sample needs at least one segment", "NO_SEGMENTS", field="segments")
@@ -177,6 +197,8 @@ def validate(sample: Sample) -> None:
             raise InvalidInput(
                 f"{place}.versions covers {covered} of {generated} generated tokens", "VERSION_SPAN", field=place
             )
+        if s.turns and (covered := sum(length for _, length in s.turns)) != generated:
+            raise InvalidInput(f"{place}.turns covers {covered} of {generated} generated tokens", "TURNS", field=place)
         shape = s.routes.shape if s.routes is not None else tuple(s.routes_ref.shape) if s.routes_ref is not None else None
         if shape is not None and (len(shape) != 3 or shape[0] != len(s.tokens) - 1):
             raise InvalidInput(
@@ -227,6 +249,7 @@ def _segment(wire: sample_pb2.Segment, i: int) -> Segment:
         reference,
         wire.parent if wire.HasField("parent") else None,
         wire.fork_point,
+        tuple((t.turn, t.length) for t in wire.turns),
     )
 
 

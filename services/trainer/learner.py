@@ -16,7 +16,7 @@ import torch
 
 from services.trainer import diagnostics, nonfinite
 from services.trainer.algorithms.objective import LossInputs, Objective
-from services.trainer.expert_load import ExpertLoad
+from services.trainer.critic import Critic
 from services.trainer.logprobs import chunked, output_head
 from services.trainer.optimizer import NonFinite, adamw, clipped_step, set_learning_rate
 from services.trainer.packing import (
@@ -57,8 +57,8 @@ class Learner:
         self.objective = Objective(run.algorithm, run.rollout.max_new_tokens)
         self._policy = _Scorer(self.model, run.trainer.logit_rows)
         self._routes = RoutePolicy(self.model, run)
-        self._load = ExpertLoad(self.model)
         self._reference: _Scorer | None = None
+        self.critic = Critic(run) if run.algorithm.advantage == "gae" else None
         self.skip: nonfinite.Skip | None = None  # of the last step
 
     def step(self, groups: Sequence[Group], step: int) -> Metrics:
@@ -67,18 +67,17 @@ class Learner:
         The same when a loss or gradient is not finite: `skip` then says whose. Raises InvalidInput for malformed samples, with
         nothing applied.
         """
-        rows = trained_rows(groups, step, self.objective, self._with_reference)
+        rows = trained_rows(groups, step, self.objective, self._with_reference, self._valued if self.critic else None)
         if self.objective.kl_in_loss:
             rows = self._with_reference(rows)
         if malformed := nonfinite.recorded(rows):
             return self._skipped(groups, step, nonfinite.Skip(malformed))
-        batches = microbatches(rows, self.run.trainer.tokens_per_microbatch)
+        warming = self.critic is not None and step <= self.run.critic.warmup_steps
+        batches = [] if warming else microbatches(rows, self.run.trainer.tokens_per_microbatch)
         loss, entropies, ratios, grad_norm = 0.0, [], [], 0.0
         self._routes.begin(batches, step)
-        self._load.begin()
         for batch in batches:
-            with self._load.counting(batch):
-                logprobs_M, entropy_M = self.forward(batch, bool(self.run.algorithm.entropy_coefficient))
+            logprobs_M, entropy_M = self.forward(batch, bool(self.run.algorithm.entropy_coefficient))
             self._routes.examine(batch, logprobs_M, lambda b=batch: self.forward(replace(b, routes=None))[0])
             inputs = _loss_inputs(batch, logprobs_M, entropy_M)
             share = self.objective.loss(inputs)
@@ -93,12 +92,13 @@ class Learner:
         except NonFinite:
             return self._skipped(groups, step, nonfinite.search(rows, batches, self._loss, self.model))
         self.skip = None
+        learnt = self.critic.update(rows, step) if self.critic else {}
         return {
             **batch_metrics(groups, step),
             **diagnostics.divergence(
                 _joined(ratios), _joined([b.advantages for b in batches]), _joined([b.fresh for b in batches], bool),
                 self.run.algorithm.clip_low, self.run.algorithm.clip_high),
-            **self._routes.metrics(), **self._load.metrics(),
+            **self._routes.metrics(), **learnt,
             "loss": loss, "grad_norm": grad_norm, "trained_tokens": sum(len(row.index) for row in rows),
             "microbatches": len(batches), "entropy": float(_joined(entropies).mean()) if batches else 0.0,
             "learning_rate": self.optimizer.param_groups[0]["lr"], "skipped": 0,
@@ -128,11 +128,20 @@ class Learner:
 
     def forward(self, batch: Microbatch, entropy_gradient: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities of the targets (with gradient) and entropies: two [M]. Raises InvalidInput for unknown tokens."""
-        if len(batch.inputs) and not (
-                batch.inputs.min() >= 0 and max(batch.inputs.max(), batch.targets.max()) < self.vocabulary):
-            raise InvalidInput(f"a token is outside of the model's 0..{self.vocabulary - 1}", "TOKEN", field="tokens")
+        self._known(batch.inputs, batch.targets)
         with self._routes.replaying(batch):
             return self._policy(batch, entropy_gradient)
+
+    def _valued(self, rows: Sequence[Row]) -> list[Row]:
+        """The rows with the critic's values."""
+        assert self.critic is not None
+        for row in rows:
+            self._known(row.inputs, row.targets)
+        return self.critic.valued(rows)
+
+    def _known(self, inputs: np.ndarray, targets: np.ndarray) -> None:
+        if inputs.size and not (inputs.min() >= 0 and max(inputs.max(), targets.max(initial=0)) < self.vocabulary):
+            raise InvalidInput(f"a token is outside of the model's 0..{self.vocabulary - 1}", "TOKEN", field="tokens")
 
     def start_reference(self, first: Sequence[RawTensor] | None = None) -> None:
         """Load the reference model of a KL term: a directory, else `first`, the weights of step 0, else those of now."""
@@ -159,6 +168,8 @@ class Learner:
         if not keep_optimizer:
             self.optimizer.state.clear()
         set_learning_rate(self.optimizer, self.run.trainer.learning_rate)
+        if self.critic:
+            self.critic.begin(self.model)
 
     def weights(self) -> list[RawTensor]:
         """A snapshot of the weights, for a policy version."""
@@ -166,12 +177,19 @@ class Learner:
 
     def snapshot(self) -> Snapshot:
         """A copy of everything that a step changes, for a checkpoint."""
-        return take(self.model, self.optimizer)
+        return take(self.model, self.optimizer, critic=self.critic and (self.critic.model, self.critic.optimizer))
 
     def load(self, snapshot: Snapshot) -> None:
-        """The inverse of `snapshot`. Raises InvalidInput when it does not fit the model."""
-        restore(self.model, self.optimizer, snapshot)
+        """The inverse of `snapshot`. Raises InvalidInput when it does not fit the model.
+
+        From a checkpoint without a critic (of a run forked from one without) the critic starts as at step 0, from these weights.
+        """
+        restore(self.model, self.optimizer, snapshot, critic=self.critic and (self.critic.model, self.critic.optimizer))
         set_learning_rate(self.optimizer, self.run.trainer.learning_rate)
+        if self.critic:
+            self.critic.restart()
+            if not snapshot.critic:
+                self.critic.begin(self.model)
 
     def files(self) -> dict[str, bytes]:
         """Configuration and tokenizer, for a policy version."""
@@ -227,11 +245,10 @@ def batch_metrics(groups: Sequence[Group], step: int) -> Metrics:
     samples = [m for g in groups for m in g.members]
     rewards = [m.reward for m in samples]
     lags = lag_histogram(groups, step)
-    generated, silent = sum(lags.values()), without_signal(groups)
+    generated = sum(lags.values())
     return {
         "reward_mean": statistics.fmean(rewards) if rewards else 0.0,
-        "groups": len(groups), "samples": len(samples), "groups_without_signal": silent,
-        "without_signal_share": silent / len(groups) if groups else None,
+        "groups": len(groups), "samples": len(samples), "groups_without_signal": without_signal(groups),
         "tokens": sum(m.sample.tokens for m in samples), "generated_tokens": generated,
         "lag_mean": sum(lag * n for lag, n in lags.items()) / max(generated, 1), "lag_max": max(lags, default=0),
         "lags": {str(lag): lags[lag] for lag in sorted(lags)},

@@ -21,20 +21,21 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from services.trainer.algorithms.advantages import nothing_to_compare
-from services.trainer.algorithms.objective import Objective, group_numbers
+from services.trainer.algorithms.objective import Episode, Objective, group_numbers
 from slipstream.errors import InvalidInput
-from slipstream.sample import FINISH_LENGTH, Sample, Segment
+from slipstream.sample import FINISH_LENGTH, Sample, Segment, turn_numbers
 
 PAD_ID = 0  # any id would do
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A finished sample of a group and its reward."""
+    """A finished sample of a group and its reward. `rewards`, when there are some, say which tokens it is for; their sum is it."""
 
     index: int
     sample: Sample
     reward: float
+    rewards: np.ndarray | None = None  # float64, of each generated token, segment by segment; None: all on the last
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +58,16 @@ class Row:
     behaviour: np.ndarray  # float32 [M]: log-probability under the sampler
     lags: np.ndarray  # int64 [M]: (step - 1) - step of the version that sampled the token
     one_version: bool = True  # else the cache of the segment was filled by several versions
-    advantage: float = 0.0
+    advantages: np.ndarray | None = None  # float64 [M]
     weight: float = 0.0  # of each of its tokens in the loss
     reference: np.ndarray | None = None  # float32 [M]: log-probability under the reference model
     routes: np.ndarray | None = None  # uint8 or uint16 [T, L, K]: the sampler's experts; each input token has its own
     origin: tuple[int, int, int] = (-1, -1, -1)  # draw, sample, segment
+    turns: np.ndarray | None = None  # int64 [M]: model call of the episode that generated the token
+    rewards: np.ndarray | None = None  # float64 [M], when the sample's reward is spread over its tokens
+    values: np.ndarray | None = None  # float64 [M]: what the critic expected before this step
+    returns: np.ndarray | None = None  # float64 [M]: what it learns
+    outcomes: np.ndarray | None = None  # float64 [M]: what came, discounted
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,31 +87,89 @@ class Microbatch:
     routes: np.ndarray | None = None  # uint8 or uint16 [R, T, L, K], when a row has some
     routed: np.ndarray | None = None  # bool [R, T]: where `routes` holds; not in padding, nor in rows without
     lengths: np.ndarray | None = None  # int64 [R]: inputs of each row without its padding
+    values: np.ndarray | None = None  # float64 [M], with a critic
+    returns: np.ndarray | None = None  # float64 [M], with a critic
 
 
 def trained_rows(
     groups: Sequence[Group], step: int, objective: Objective, score: Callable[[list[Row]], list[Row]] | None = None,
+    value: Callable[[list[Row]], list[Row]] | None = None,
 ) -> list[Row]:
     """Rows of optimizer step `step`, with advantages and weights; those that cannot move anything are left out.
 
     `score` fills in log-probabilities under the reference model; it is needed, and given all rows, only when a divergence is
-    taken off the rewards. Raises InvalidInput that names draw and sample when a segment of a row is malformed.
+    taken off the rewards. `value` fills in what a critic expects, when there is one. Raises InvalidInput that names draw and
+    sample when a segment of a row is malformed.
     """
     samples = [(group, member) for group in groups for member in sorted(group.members, key=lambda m: m.index)]
+    numbers = group_numbers([len(g.members) for g in groups])
+    truncated = np.array([member.sample.finish_reason == FINISH_LENGTH for _, member in samples], bool)
+    if objective.per_token:
+        return _rows_by_token(samples, numbers, truncated, step, objective, score, value)
     rows: list[list[Row]] | None = None
     if objective.kl_in_reward:
         assert score is not None
         rows = [score(_rows(group, member, step)) for group, member in samples]
     terms = objective.samples(
-        np.array([member.reward for _, member in samples]), group_numbers([len(g.members) for g in groups]),
-        np.array([trained_tokens(member.sample, group.mask_below_step) for group, member in samples], np.int64),
-        np.array([member.sample.finish_reason == FINISH_LENGTH for _, member in samples], bool),
-        None if rows is None else np.array([sum(map(_divergence, found)) for found in rows]))
+        np.array([member.reward for _, member in samples]), numbers,
+        np.array([trained_tokens(member.sample, group.mask_below_step) for group, member in samples], np.int64), truncated,
+        None if rows is None else np.array([sum(float(_divergence(row).sum()) for row in found) for found in rows]))
     return [
-        replace(row, advantage=advantage, weight=weight)
+        replace(row, advantages=np.full(len(row.index), advantage), weight=weight)
         for i, (advantage, weight) in enumerate(zip(terms.advantages.tolist(), terms.weights.tolist(), strict=True))
         if weight and (advantage or objective.moves_without_advantage)
         for row in (rows[i] if rows is not None else _rows(*samples[i], step))]
+
+
+def _rows_by_token(
+    samples: Sequence[tuple[Group, Member]], numbers: np.ndarray, truncated: np.ndarray, step: int, objective: Objective,
+    score: Callable[[list[Row]], list[Row]] | None, value: Callable[[list[Row]], list[Row]] | None,
+) -> list[Row]:
+    """The rows when tokens of a sample differ in their advantages. A sample's rows are joined in the order of its model calls."""
+    parts = [_rows(group, member, step, by_turn=True) for group, member in samples]
+    ends = np.cumsum([len(part) for part in parts])
+    rows = [row for part in parts for row in part]
+    for fill in (score if objective.kl_in_reward else None, value):
+        rows = fill(rows) if fill is not None else rows
+    of_sample = [rows[end - len(part) : end] for end, part in zip(ends.tolist(), parts, strict=True)]
+    orders = [np.argsort(_joined([row.turns for row in found], np.int64), kind="stable") for found in of_sample]
+    terms = objective.tokens(
+        [_episode(member, found, order, objective)
+         for (_, member), found, order in zip(samples, of_sample, orders, strict=True)], numbers, truncated)
+    trained = []
+    for i, (found, order) in enumerate(zip(of_sample, orders, strict=True)):
+        advantages = _by_row(terms.advantages[i], order, found)
+        returns, outcomes = (
+            _by_row(terms_T[i], order, found) if terms_T is not None else [None] * len(found)
+            for terms_T in (terms.returns, terms.outcomes))
+        trained += [
+            replace(row, advantages=a, returns=r, outcomes=o, weight=float(terms.weights[i]))
+            for row, a, r, o in zip(found, advantages, returns, outcomes, strict=True)
+            if terms.weights[i] and (value is not None or a.any() or objective.moves_without_advantage)]
+    return trained
+
+
+def _episode(member: Member, rows: Sequence[Row], order: np.ndarray, objective: Objective) -> Episode:
+    """The tokens of a sample's rows in the order of its model calls."""
+    rewards = _joined([row.rewards for row in rows])[order] if member.rewards is not None else np.zeros(len(order))
+    if member.rewards is None and len(order):
+        rewards[-1] = member.reward
+    if objective.kl_in_reward:
+        rewards = rewards - objective.settings.kl_coefficient * _joined([_divergence(row) for row in rows])[order]
+    values = _joined([row.values for row in rows])[order] if rows and rows[0].values is not None else None
+    return Episode(
+        rewards, _joined([row.turns for row in rows], np.int64)[order], np.zeros(0) if values is None and not rows else values)
+
+
+def _by_row(values_T: np.ndarray, order: np.ndarray, rows: Sequence[Row]) -> list[np.ndarray]:
+    """The inverse of joining and ordering: each row's part."""
+    found = np.zeros(len(order))
+    found[order] = values_T
+    return np.split(found, np.cumsum([len(row.index) for row in rows])[:-1]) if rows else []
+
+
+def _joined(parts: Sequence[np.ndarray | None], dtype: type = np.float64) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype), *(part for part in parts if part is not None)])
 
 
 def trained_tokens(sample: Sample, mask_below_step: int = 0) -> int:
@@ -114,16 +178,21 @@ def trained_tokens(sample: Sample, mask_below_step: int = 0) -> int:
         span.length for segment in sample.segments for span in segment.spans if span.step >= mask_below_step)
 
 
-def _rows(group: Group, member: Member, step: int) -> list[Row]:
+def _rows(group: Group, member: Member, step: int, by_turn: bool = False) -> list[Row]:
     place = f"draw {group.draw}, sample {member.index}, segment"
-    found = (_row(s, step, group.mask_below_step, f"{place} {i}") for i, s in enumerate(member.sample.segments))
+    segments = member.sample.segments
+    turns = turn_numbers(member.sample) if by_turn else [None] * len(segments)
+    rewards: Sequence[np.ndarray | None] = [None] * len(segments)
+    if by_turn and member.rewards is not None:
+        rewards = np.split(member.rewards, np.cumsum([len(s.logprobs) for s in segments])[:-1])
+    found = (_row(s, step, group.mask_below_step, f"{place} {i}", turns[i], rewards[i]) for i, s in enumerate(segments))
     return [replace(row, origin=(group.draw, member.index, i)) for i, row in enumerate(found) if row]
 
 
-def _divergence(row: Row) -> float:
-    """Sum of k1 = log mu - log ref over the row's trained tokens."""
+def _divergence(row: Row) -> np.ndarray:
+    """k1 = log mu - log ref at the row's trained tokens: float64 [M]."""
     assert row.reference is not None
-    return float((row.behaviour.astype(np.float64) - row.reference).sum())
+    return row.behaviour.astype(np.float64) - row.reference
 
 
 def microbatches(rows: Sequence[Row], tokens_per_microbatch: int) -> list[Microbatch]:
@@ -135,6 +204,14 @@ def microbatches(rows: Sequence[Row], tokens_per_microbatch: int) -> list[Microb
         batches.append(_pad(ordered[start : start + count]))
         start += count
     return batches
+
+
+def in_order_of(rows: Sequence[Row], parts: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """What micro-batches of these rows gave, [M] each, as one array a row, in the order of `rows`."""
+    order = sorted(range(len(rows)), key=lambda i: -len(rows[i].inputs))
+    pieces = np.split(np.concatenate(parts), np.cumsum([len(rows[i].index) for i in order])[:-1]) if rows else []
+    found = dict(zip(order, pieces, strict=True))
+    return [found[i] for i in range(len(rows))]
 
 
 def without_signal(groups: Sequence[Group]) -> int:
@@ -153,7 +230,10 @@ def lag_histogram(groups: Sequence[Group], step: int) -> Counter[int]:
     return histogram
 
 
-def _row(segment: Segment, step: int, mask_below_step: int, place: str) -> Row | None:
+def _row(
+    segment: Segment, step: int, mask_below_step: int, place: str, turns: np.ndarray | None,
+    rewards: np.ndarray | None,
+) -> Row | None:
     positions = np.flatnonzero(segment.loss_mask)
     if not len(positions):
         return None
@@ -171,7 +251,8 @@ def _row(segment: Segment, step: int, mask_below_step: int, place: str) -> Row |
     versions = {(span.version, span.incarnation) for span in segment.spans}
     return Row(
         segment.tokens[:-1], positions - 1, segment.tokens[positions], segment.logprobs[kept], step - 1 - steps[kept],
-        len(versions) == 1, routes=_routes(segment, place))
+        len(versions) == 1, routes=_routes(segment, place), turns=None if turns is None else turns[kept],
+        rewards=None if rewards is None else rewards[kept])
 
 
 def _routes(segment: Segment, place: str) -> np.ndarray | None:
@@ -219,11 +300,14 @@ def _pad(rows: Sequence[Row]) -> Microbatch:
         numbers,
         np.concatenate([row.targets for row in rows]).astype(np.int64),
         np.concatenate([row.behaviour for row in rows]).astype(np.float32),
-        per_token([row.advantage for row in rows]),
+        np.concatenate([
+            np.zeros(len(row.index)) if row.advantages is None else row.advantages for row in rows]).astype(np.float32),
         per_token([row.weight for row in rows], np.float64),
         lags,
         (lags == 0) & per_token([row.one_version for row in rows], np.bool_),
         np.concatenate(references) if references else None,
         *_padded_routes(rows, width),
         np.array([len(row.inputs) for row in rows], np.int64),
+        *(_joined(column) if column[0] is not None else None
+          for column in ([row.values for row in rows], [row.returns for row in rows])),
     )

@@ -41,7 +41,7 @@ def test_presets_are_starting_points_that_keys_override():
     (dict(policy_loss="cispo", dual_clip=2.0), "dual_clip = 2.0 has no meaning"),
     (dict(kl="k3", kl_in="reward"), "only k1 is unbiased there"),
     (dict(kl="k1"), "its gradient is 0 on average"),
-    (dict(preset="dapper"), "'async-moe', 'grpo', 'dapo' or 'gspo-moe'"),
+    (dict(preset="dapper"), "'gspo-moe' or 'ppo'"),
 ])
 def test_contradictions_are_refused_with_the_reason(settings, words):
     """At the run file, before anything starts."""

@@ -24,7 +24,7 @@ def test_the_worked_example():
     assert row.targets.tolist() == [8, 9]
     assert row.behaviour.tolist() == [-0.5, -0.25]
     assert row.lags.tolist() == [1, 1]
-    assert row.advantage == pytest.approx(0.5**0.5, rel=1e-5)
+    assert row.advantages[0] == pytest.approx(0.5**0.5, rel=1e-5)
 
 
 @pytest.mark.parametrize("budget", [1, 16, 40, 10_000])
@@ -68,7 +68,7 @@ def test_segments_are_rows_but_samples_are_counted():
     """A sample of two segments is two rows with one advantage, computed among samples."""
     rows = trained_rows([one(segment([2, 3], [4]), segment([2, 3, 4, 5], [6, 7]))], 1, OBJECTIVE)
     assert [len(row.targets) for row in rows] == [1, 2, 1]
-    assert rows[0].advantage == rows[1].advantage == -rows[2].advantage
+    assert rows[0].advantages[0] == rows[1].advantages[0] == -rows[2].advantages[0]
 
 
 def test_tokens_between_turns_are_context():

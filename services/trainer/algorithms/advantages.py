@@ -5,7 +5,7 @@ Axes: G samples of a group, N trained tokens of an optimizer step, T generated t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -71,12 +71,43 @@ def gae(rewards_T: np.ndarray, values_T: np.ndarray, gamma: float = 1.0, lam: fl
     GAE (arXiv 1506.02438, equation 16). T runs over *generated* tokens only: what an environment or a tool wrote in between is
     not there, so nothing decays across it.
     """
-    advantages_T, running, following = np.zeros(len(rewards_T)), 0.0, 0.0
-    for t in range(len(rewards_T) - 1, -1, -1):
-        delta = rewards_T[t] + gamma * following - values_T[t]
-        running = delta + gamma * lam * running
-        advantages_T[t], following = running, values_T[t]
+    values, deltas = values_T.tolist(), rewards_T.tolist()
+    running = following = 0.0
+    for t in range(len(deltas) - 1, -1, -1):
+        running = deltas[t] + gamma * following - values[t] + gamma * lam * running
+        deltas[t], following = running, values[t]
+    advantages_T = np.array(deltas, np.float64)
     return advantages_T, advantages_T + values_T
+
+
+def to_go(rewards_T: np.ndarray, gamma: float = 1.0) -> np.ndarray:
+    """G_t = r_t + gamma G_(t+1): [T], what an episode brings from each token on."""
+    if gamma == 1.0:
+        return np.cumsum(rewards_T[::-1])[::-1]
+    return gae(rewards_T, np.zeros(len(rewards_T)), gamma)[0]
+
+
+def turn_by_turn(
+    rewards: Sequence[np.ndarray], turns: Sequence[np.ndarray], compare: Callable[[np.ndarray], np.ndarray],
+) -> tuple[list[np.ndarray], bool]:
+    """Advantages of the samples of one group, each [T_i], and whether any turn had something to compare.
+
+    The return-to-go of turn k, G_(i,k) = sum of r_i from its first token on, is compared with that of turn k of the samples
+    that came so far: A of all tokens of turn k = compare(G_k)_i. With all reward at the end and turns in equal number that is
+    the comparison of whole samples. Credit per turn as in arXiv 2505.11821, section 3, on returns instead of rewards, so that a
+    turn also answers for what it led to. `turns` numbers the turn of each token, ascending.
+    """
+    returns = [to_go(rewards_T) for rewards_T in rewards]
+    advantages, compared = [np.zeros(len(rewards_T)) for rewards_T in rewards], False
+    for turn in sorted({int(k) for turns_T in turns for k in np.unique(turns_T)}):
+        there = [i for i, turns_T in enumerate(turns) if turn in turns_T]
+        returns_G = np.array([returns[i][np.argmax(turns[i] == turn)] for i in there])
+        if nothing_to_compare(returns_G):
+            continue
+        compared = True
+        for i, advantage in zip(there, compare(returns_G).tolist(), strict=True):
+            advantages[i][turns[i] == turn] = advantage
+    return advantages, compared
 
 
 def overlong_penalty(tokens: int, longest: int, margin: int) -> float:

@@ -29,6 +29,25 @@ class SampleTerms:
 
 
 @dataclass(frozen=True, slots=True)
+class Episode:
+    """The trained tokens of one sample in the order of its model calls, whatever segments they lie in: [T] each, float64."""
+
+    rewards: np.ndarray
+    turns: np.ndarray  # int64, ascending: model call that generated the token
+    values: np.ndarray | None = None  # of the critic: what it expects from the token on, before it
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTerms:
+    """What the objective knows of each token before the first forward pass."""
+
+    advantages: list[np.ndarray]  # float64 [T_i] for each sample
+    returns: list[np.ndarray] | None  # float64 [T_i], what the critic learns; None without one
+    outcomes: list[np.ndarray] | None  # float64 [T_i], what came, discounted; None without a critic
+    weights: np.ndarray  # float64 [S], of each token of the sample; 0 = not trained and not counted
+
+
+@dataclass(frozen=True, slots=True)
 class LossInputs:
     """The trained tokens of a micro-batch, [M] each; `reference` only with a KL term in the loss."""
 
@@ -96,6 +115,68 @@ class Objective:
             advantages_S = np.where(counted_S, advantages.whitened(advantages_S, counts_S), 0.0)
         weights_S = aggregation.WEIGHTS[settings.aggregation](counts_S, self.longest)
         return SampleTerms(rewards_S, advantages_S, np.where(counted_S, weights_S, 0.0))
+
+    @property
+    def per_token(self) -> bool:
+        """Whether a sample's tokens can have different advantages: `tokens` is needed, not `samples`."""
+        return self.settings.advantage == "gae" or self.settings.credit != "sample"
+
+    def tokens(self, episodes: Sequence[Episode], groups_S: np.ndarray, truncated_S: np.ndarray) -> TokenTerms:
+        """Advantages, returns and weights of a step's tokens. The same rules as `samples`, where both apply.
+
+        With a critic nothing is compared with the group, so every sample counts.
+        """
+        settings = self.settings
+        tokens_S = np.array([len(e.rewards) for e in episodes], np.int64)
+        rewards = [self._shaped(e.rewards) for e in episodes]
+        if settings.advantage == "gae":
+            counted_S, pairs = tokens_S > 0, []
+            for episode, rewards_T in zip(episodes, rewards, strict=True):
+                assert episode.values is not None
+                pairs.append(advantages.gae(rewards_T, episode.values, settings.gamma, settings.gae_lambda))
+            found, returns = [a for a, _ in pairs], [r for _, r in pairs]
+            outcomes = [advantages.to_go(rewards_T, settings.gamma) for rewards_T in rewards]
+        else:
+            found, counted_S = self._compared(episodes, rewards, groups_S)
+            returns = outcomes = None
+        if settings.mask_truncated:
+            counted_S &= ~truncated_S
+        counts_S = np.where(counted_S, tokens_S, 0)
+        if (settings.advantage == "gae" and settings.whiten) or settings.advantage in advantages.WHITENED:
+            kept = [i for i in range(len(found)) if counts_S[i]]
+            joined = np.concatenate([found[i] for i in kept]) if kept else np.zeros(0)
+            parts = np.split(advantages.whitened(joined, np.ones(len(joined))), np.cumsum(counts_S[kept])[:-1])
+            for i, part in zip(kept, parts, strict=False):
+                found[i] = part
+        weights_S = aggregation.WEIGHTS[settings.aggregation](counts_S, self.longest)
+        return TokenTerms(found, returns, outcomes, np.where(counted_S, weights_S, 0.0))
+
+    def _shaped(self, rewards_T: np.ndarray) -> np.ndarray:
+        """With the penalty for overlong answers on the last token."""
+        if not self.settings.overlong_margin or not len(rewards_T):
+            return rewards_T
+        shaped_T = rewards_T.copy()
+        shaped_T[-1] += advantages.overlong_penalty(len(rewards_T), self.longest, self.settings.overlong_margin)
+        return shaped_T
+
+    def _compared(
+        self, episodes: Sequence[Episode], rewards: Sequence[np.ndarray], groups_S: np.ndarray,
+    ) -> tuple[list[np.ndarray], np.ndarray]:
+        """Advantages within groups, and whose groups had something to compare: [S]."""
+        name, counted_S = self.settings.advantage, np.zeros(len(episodes), bool)
+        found = [np.zeros(len(rewards_T)) for rewards_T in rewards]
+        for group in np.unique(groups_S):
+            at = np.flatnonzero(groups_S == group)
+            mine, turns = [rewards[i] for i in at], [episodes[i].turns for i in at]
+            by_turn, compared = advantages.turn_by_turn(mine, turns, advantages.OF_GROUP[name])
+            if name == "reinforce_pp":  # every token answers for what follows it; the baseline is the batch's mean
+                by_turn = [advantages.to_go(rewards_T) for rewards_T in mine]
+            if self.settings.credit == "token":
+                compared |= any(not np.array_equal(mine[0], other) for other in mine[1:])
+            counted_S[at] = compared
+            for i, advantages_T in zip(at, by_turn, strict=True):
+                found[i] = advantages_T if compared else found[i]
+        return found, counted_S & np.array([len(r) > 0 for r in rewards], bool)
 
     def loss(self, tokens: LossInputs) -> torch.Tensor:
         """This micro-batch's part of the step's loss: a scalar whose gradients add up over micro-batches."""

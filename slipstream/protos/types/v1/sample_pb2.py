@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from slipstream.protos.types.v1 import tensor_pb2 as slipstream_dot_types_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n slipstream/types/v1/sample.proto\x12\x13slipstream.types.v1\x1a slipstream/types/v1/tensor.proto\".\n\x06\x44rawId\x12\x14\n\x0cledger_epoch\x18\x01 \x01(\r\x12\x0e\n\x06number\x18\x02 \x01(\x04\"D\n\x08SampleId\x12)\n\x04\x64raw\x18\x01 \x01(\x0b\x32\x1b.slipstream.types.v1.DrawId\x12\r\n\x05index\x18\x02 \x01(\r\"G\n\x05Lease\x12-\n\x06sample\x18\x01 \x01(\x0b\x32\x1d.slipstream.types.v1.SampleId\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"8\n\x04Task\x12\x13\n\x0b\x65nvironment\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\x04\x12\x0c\n\x04seed\x18\x03 \x01(\x04\"Q\n\x0bVersionSpan\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0e\n\x06length\x18\x04 \x01(\r\"\x8e\x01\n\x06Routes\x12)\n\x05\x64type\x18\x01 \x01(\x0e\x32\x1a.slipstream.types.v1.DType\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\x0e\n\x04\x64\x61ta\x18\x03 \x01(\x0cH\x00\x12\x30\n\x06object\x18\x04 \x01(\x0b\x32\x1e.slipstream.types.v1.ObjectRefH\x00\x42\x08\n\x06source\"\x92\x02\n\x07Segment\x12+\n\x06tokens\x18\x01 \x01(\x0b\x32\x1b.slipstream.types.v1.Tensor\x12\x16\n\x0eloss_mask_runs\x18\x02 \x03(\r\x12-\n\x08logprobs\x18\x03 \x01(\x0b\x32\x1b.slipstream.types.v1.Tensor\x12\x32\n\x08versions\x18\x04 \x03(\x0b\x32 .slipstream.types.v1.VersionSpan\x12+\n\x06routes\x18\x05 \x01(\x0b\x32\x1b.slipstream.types.v1.Routes\x12\x13\n\x06parent\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nfork_point\x18\x07 \x01(\rB\t\n\x07_parent\"\xdd\x01\n\x05Score\x12\x0e\n\x06scalar\x18\x01 \x01(\x01\x12\x10\n\x08per_turn\x18\x02 \x03(\x01\x12.\n\tper_token\x18\x03 \x01(\x0b\x32\x1b.slipstream.types.v1.Tensor\x12>\n\ncomponents\x18\x04 \x03(\x0b\x32*.slipstream.types.v1.Score.ComponentsEntry\x12\x0f\n\x07\x66\x61ilure\x18\x05 \x01(\t\x1a\x31\n\x0f\x43omponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"a\n\nTranscript\x12\x0e\n\x06prompt\x18\x01 \x01(\t\x12\x10\n\x08response\x18\x02 \x01(\t\x12\x0e\n\x06\x61nswer\x18\x03 \x01(\t\x12\x0e\n\x06scorer\x18\x04 \x01(\t\x12\x11\n\tinfo_json\x18\x05 \x01(\t\"\x89\x01\n\nSampleBody\x12.\n\x08segments\x18\x01 \x03(\x0b\x32\x1c.slipstream.types.v1.Segment\x12\x38\n\rfinish_reason\x18\x02 \x01(\x0e\x32!.slipstream.types.v1.FinishReason\x12\x11\n\tinfo_json\x18\x03 \x01(\t*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n slipstream/types/v1/sample.proto\x12\x13slipstream.types.v1\x1a slipstream/types/v1/tensor.proto\".\n\x06\x44rawId\x12\x14\n\x0cledger_epoch\x18\x01 \x01(\r\x12\x0e\n\x06number\x18\x02 \x01(\x04\"D\n\x08SampleId\x12)\n\x04\x64raw\x18\x01 \x01(\x0b\x32\x1b.slipstream.types.v1.DrawId\x12\r\n\x05index\x18\x02 \x01(\r\"G\n\x05Lease\x12-\n\x06sample\x18\x01 \x01(\x0b\x32\x1d.slipstream.types.v1.SampleId\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"8\n\x04Task\x12\x13\n\x0b\x65nvironment\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\x04\x12\x0c\n\x04seed\x18\x03 \x01(\x04\"Q\n\x0bVersionSpan\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0e\n\x06length\x18\x04 \x01(\r\"$\n\x04Turn\x12\x0c\n\x04turn\x18\x01 \x01(\r\x12\x0e\n\x06length\x18\x02 \x01(\r\"\x8e\x01\n\x06Routes\x12)\n\x05\x64type\x18\x01 \x01(\x0e\x32\x1a.slipstream.types.v1.DType\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\x0e\n\x04\x64\x61ta\x18\x03 \x01(\x0cH\x00\x12\x30\n\x06object\x18\x04 \x01(\x0b\x32\x1e.slipstream.types.v1.ObjectRefH\x00\x42\x08\n\x06source\"\xbc\x02\n\x07Segment\x12+\n\x06tokens\x18\x01 \x01(\x0b\x32\x1b.slipstream.types.v1.Tensor\x12\x16\n\x0eloss_mask_runs\x18\x02 \x03(\r\x12-\n\x08logprobs\x18\x03 \x01(\x0b\x32\x1b.slipstream.types.v1.Tensor\x12\x32\n\x08versions\x18\x04 \x03(\x0b\x32 .slipstream.types.v1.VersionSpan\x12+\n\x06routes\x18\x05 \x01(\x0b\x32\x1b.slipstream.types.v1.Routes\x12\x13\n\x06parent\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nfork_point\x18\x07 \x01(\r\x12(\n\x05turns\x18\x08 \x03(\x0b\x32\x19.slipstream.types.v1.TurnB\t\n\x07_parent\"\xdd\x01\n\x05Score\x12\x0e\n\x06scalar\x18\x01 \x01(\x01\x12\x10\n\x08per_turn\x18\x02 \x03(\x01\x12.\n\tper_token\x18\x03 \x01(\x0b\x32\x1b.slipstream.types.v1.Tensor\x12>\n\ncomponents\x18\x04 \x03(\x0b\x32*.slipstream.types.v1.Score.ComponentsEntry\x12\x0f\n\x07\x66\x61ilure\x18\x05 \x01(\t\x1a\x31\n\x0f\x43omponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"a\n\nTranscript\x12\x0e\n\x06prompt\x18\x01 \x01(\t\x12\x10\n\x08response\x18\x02 \x01(\t\x12\x0e\n\x06\x61nswer\x18\x03 \x01(\t\x12\x0e\n\x06scorer\x18\x04 \x01(\t\x12\x11\n\tinfo_json\x18\x05 \x01(\t\"\x89\x01\n\nSampleBody\x12.\n\x08segments\x18\x01 \x03(\x0b\x32\x1c.slipstream.types.v1.Segment\x12\x38\n\rfinish_reason\x18\x02 \x01(\x0e\x32!.slipstream.types.v1.FinishReason\x12\x11\n\tinfo_json\x18\x03 \x01(\t*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,8 +34,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SCORE_COMPONENTSENTRY']._loaded_options = None
   _globals['_SCORE_COMPONENTSENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1308
-  _globals['_FINISHREASON']._serialized_end=1428
+  _globals['_FINISHREASON']._serialized_start=1388
+  _globals['_FINISHREASON']._serialized_end=1508
   _globals['_DRAWID']._serialized_start=91
   _globals['_DRAWID']._serialized_end=137
   _globals['_SAMPLEID']._serialized_start=139
@@ -46,16 +46,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TASK']._serialized_end=338
   _globals['_VERSIONSPAN']._serialized_start=340
   _globals['_VERSIONSPAN']._serialized_end=421
-  _globals['_ROUTES']._serialized_start=424
-  _globals['_ROUTES']._serialized_end=566
-  _globals['_SEGMENT']._serialized_start=569
-  _globals['_SEGMENT']._serialized_end=843
-  _globals['_SCORE']._serialized_start=846
-  _globals['_SCORE']._serialized_end=1067
-  _globals['_SCORE_COMPONENTSENTRY']._serialized_start=1018
-  _globals['_SCORE_COMPONENTSENTRY']._serialized_end=1067
-  _globals['_TRANSCRIPT']._serialized_start=1069
-  _globals['_TRANSCRIPT']._serialized_end=1166
-  _globals['_SAMPLEBODY']._serialized_start=1169
-  _globals['_SAMPLEBODY']._serialized_end=1306
+  _globals['_TURN']._serialized_start=423
+  _globals['_TURN']._serialized_end=459
+  _globals['_ROUTES']._serialized_start=462
+  _globals['_ROUTES']._serialized_end=604
+  _globals['_SEGMENT']._serialized_start=607
+  _globals['_SEGMENT']._serialized_end=923
+  _globals['_SCORE']._serialized_start=926
+  _globals['_SCORE']._serialized_end=1147
+  _globals['_SCORE_COMPONENTSENTRY']._serialized_start=1098
+  _globals['_SCORE_COMPONENTSENTRY']._serialized_end=1147
+  _globals['_TRANSCRIPT']._serialized_start=1149
+  _globals['_TRANSCRIPT']._serialized_end=1246
+  _globals['_SAMPLEBODY']._serialized_start=1249
+  _globals['_SAMPLEBODY']._serialized_end=1386
 # @@protoc_insertion_point(module_scope)

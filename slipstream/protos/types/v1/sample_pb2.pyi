@@ -65,6 +65,14 @@ class VersionSpan(_message.Message):
     length: int
     def __init__(self, version: _Optional[int] = ..., step: _Optional[int] = ..., incarnation: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
 
+class Turn(_message.Message):
+    __slots__ = ("turn", "length")
+    TURN_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    turn: int
+    length: int
+    def __init__(self, turn: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
+
 class Routes(_message.Message):
     __slots__ = ("dtype", "shape", "data", "object")
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -78,7 +86,7 @@ class Routes(_message.Message):
     def __init__(self, dtype: _Optional[_Union[_tensor_pb2.DType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ..., object: _Optional[_Union[_tensor_pb2.ObjectRef, _Mapping]] = ...) -> None: ...
 
 class Segment(_message.Message):
-    __slots__ = ("tokens", "loss_mask_runs", "logprobs", "versions", "routes", "parent", "fork_point")
+    __slots__ = ("tokens", "loss_mask_runs", "logprobs", "versions", "routes", "parent", "fork_point", "turns")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOSS_MASK_RUNS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -86,6 +94,7 @@ class Segment(_message.Message):
     ROUTES_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     FORK_POINT_FIELD_NUMBER: _ClassVar[int]
+    TURNS_FIELD_NUMBER: _ClassVar[int]
     tokens: _tensor_pb2.Tensor
     loss_mask_runs: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _tensor_pb2.Tensor
@@ -93,7 +102,8 @@ class Segment(_message.Message):
     routes: Routes
     parent: int
     fork_point: int
-    def __init__(self, tokens: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., loss_mask_runs: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., versions: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., routes: _Optional[_Union[Routes, _Mapping]] = ..., parent: _Optional[int] = ..., fork_point: _Optional[int] = ...) -> None: ...
+    turns: _containers.RepeatedCompositeFieldContainer[Turn]
+    def __init__(self, tokens: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., loss_mask_runs: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., versions: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., routes: _Optional[_Union[Routes, _Mapping]] = ..., parent: _Optional[int] = ..., fork_point: _Optional[int] = ..., turns: _Optional[_Iterable[_Union[Turn, _Mapping]]] = ...) -> None: ...
 
 class Score(_message.Message):
     __slots__ = ("scalar", "per_turn", "per_token", "components", "failure")
