@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from google.rpc import code_pb2
 
 from slipstream import tls
 from slipstream.auth_credentials import HEADER, Credentials
 from slipstream.auth_quotas import Quotas
 from slipstream.auth_tokens import SIGNED_TOKEN, Unauthenticated, read_secrets, role_by_token, verify
-from slipstream.errors import SlipstreamError
+from slipstream.errors import InvalidInput, SlipstreamError
 
 ROLES = ("rollout", "reward", "trainer", "buffer", "environment", "client", "cli")
 _OWN = "rollout reward trainer buffer cli"  # the run's services, and the person who runs it
@@ -149,39 +150,38 @@ class RoleInterceptor(grpc.aio.ServerInterceptor):
         return self._guarded(handler, details.method, header)
 
     def _guarded(self, handler: Any, method: str, header: str) -> Any:
-        """The same handler behind the checks."""
+        """The same handler behind the checks. A request stays bytes until its caller is known: nobody else's is parsed."""
+        read: Callable[[Any], Any] = handler.request_deserializer or bytes
 
-        def admit(request: Any, context: grpc.aio.ServicerContext) -> Caller:
+        def admit(request: bytes, context: grpc.aio.ServicerContext) -> tuple[Caller, Any]:
             caller = identify(method, header, context.auth_context(), self._credentials, self._unix())
             authorise(method, caller)
             if caller.calls_per_minute or caller.bytes_per_minute:
-                self._quotas.take(caller.name, caller.calls_per_minute, caller.bytes_per_minute, _size(request))
-            return caller
+                self._quotas.take(caller.name, caller.calls_per_minute, caller.bytes_per_minute, len(request))
+            try:
+                return caller, read(request)
+            except DecodeError as error:
+                raise InvalidInput(f"{method}: the request is not of its type: {error}", "MESSAGE", method=method) from None
 
         async def one(request: Any, context: grpc.aio.ServicerContext) -> Any:
-            caller = admit(request, context)
+            caller, request = admit(request, context)
             response = await inner(request, context)
-            if caller.name:
-                self._quotas.charge(caller.name, _size(response))
+            self._charge(caller, response)
             return response
 
         async def many(request: Any, context: grpc.aio.ServicerContext) -> Any:
-            caller = admit(request, context)
+            caller, request = admit(request, context)
             async for response in inner(request, context):
-                if caller.name:
-                    self._quotas.charge(caller.name, _size(response))
+                self._charge(caller, response)
                 yield response
 
-        inner = getattr(handler, _KINDS[bool(handler.request_streaming), bool(handler.response_streaming)])
+        if handler.request_streaming:
+            raise NotImplementedError(f"{method} streams requests, which nothing checks yet")
+        kind = "unary_stream" if handler.response_streaming else "unary_unary"
+        inner = getattr(handler, kind)
         guard = many if inspect.isasyncgenfunction(inner) else one
-        make = getattr(grpc, f"{_KINDS[bool(handler.request_streaming), bool(handler.response_streaming)]}_rpc_method_handler")
-        return make(guard, handler.request_deserializer, handler.response_serializer)
+        return getattr(grpc, f"{kind}_rpc_method_handler")(guard, None, handler.response_serializer)
 
-
-_KINDS = {
-    (False, False): "unary_unary", (False, True): "unary_stream", (True, False): "stream_unary", (True, True): "stream_stream"}
-
-
-def _size(message: Any) -> int:
-    """Bytes of a message on the wire; 0 for what has no such size (a stream of requests)."""
-    return message.ByteSize() if hasattr(message, "ByteSize") else 0
+    def _charge(self, caller: Caller, response: Any) -> None:
+        if caller.name:
+            self._quotas.charge(caller.name, response.ByteSize())

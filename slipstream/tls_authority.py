@@ -74,9 +74,10 @@ def open_authority(folder: Path) -> Authority:
 
 def issue(
     authority: Authority, folder: Path, role: str, run: str = "", lifetime: datetime.timedelta | None = None,
-    uris: tuple[str, ...] | None = None, starts: datetime.datetime | None = None,
+    uris: tuple[str, ...] | None = None, starts: datetime.datetime | None = None, trusted: bytes = b"",
 ) -> None:
-    """Write tls.crt, tls.key and ca.crt for a role. `uris` replaces what the certificate says of its role."""
+    """Write tls.crt, tls.key and ca.crt for a role. `uris` replaces what the certificate says of its role, `trusted` (PEM) whom
+    its owner trusts: this authority, unless one replaces another."""
     key = ec.generate_private_key(ec.SECP256R1())
     names = [x509.DNSName(tls.server_name(role)), *(
         x509.UniformResourceIdentifier(uri) for uri in (uris if uris is not None else (tls.identity(role, run),)))]
@@ -90,7 +91,7 @@ def issue(
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder / tls.KEY, _key_pem(key))
     _write(folder / tls.CERTIFICATE, certificate.public_bytes(serialization.Encoding.PEM), 0o644)
-    _write(folder / tls.AUTHORITY, authority.pem, 0o644)
+    _write(folder / tls.AUTHORITY, trusted or authority.pem, 0o644)
 
 
 def _builder(
