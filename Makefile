@@ -56,6 +56,7 @@ bench: $(VENV)/.demo  ## every benchmark of the README
 	$(BIN)/python -m benchmarks.cost --json benchmarks/results/cost.json
 	$(BIN)/python -m benchmarks.engine --json benchmarks/results/engine.json
 	$(BIN)/python -m benchmarks.buffer --json benchmarks/results/buffer.json
+	$(BIN)/python -m benchmarks.memory --json benchmarks/results/memory.json
 
 chaos: $(VENV)/.demo  ## kill, stop and cut everything of a run for ten minutes each way, and prove that nothing is lost
 	$(BIN)/python -m benchmarks.chaos --minutes 10 --seed 1 --schedule pinned --json benchmarks/results/chaos-pinned.json
