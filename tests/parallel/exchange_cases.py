@@ -28,6 +28,7 @@ class Shape:
     hidden: int = 16
     dtype: torch.dtype = torch.float32
     weights: torch.dtype = torch.float32
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Inputs:
 
 
 def inputs(case: str, rank: int, ranks: int, shape: Shape, integers: bool = True) -> Inputs:
-    """A pure function of its arguments, so that each rank knows what the others have."""
+    """A pure function of its arguments, so that each rank knows what the others have. No tensor is contiguous."""
     random = np.random.default_rng([CASES.index(case), rank, ranks])
     tokens = {"empty_rank": 0 if rank == ranks - 1 else 9, "zero_tokens": 0, "uneven": 1 + 7 * rank}.get(case, 10)
     E, K, H = shape.experts, shape.top_k, shape.hidden
@@ -59,13 +60,18 @@ def inputs(case: str, rank: int, ranks: int, shape: Shape, integers: bool = True
     else:
         x, grad, weights = random.normal(size=(tokens, H)), random.normal(size=(tokens, H)), random.random((tokens, K))
     return Inputs(
-        torch.tensor(x, dtype=shape.dtype).reshape(tokens, H), torch.from_numpy(idx),
-        torch.tensor(weights, dtype=shape.weights).reshape(tokens, K), torch.tensor(grad, dtype=shape.dtype).reshape(tokens, H))
+        strided(x, shape.dtype, shape), strided(idx, torch.int64, shape), strided(weights, shape.weights, shape),
+        strided(grad, shape.dtype, shape))
+
+
+def strided(values: np.ndarray, dtype: torch.dtype, shape: Shape) -> torch.Tensor:
+    """As a transposed tensor: what needs contiguous memory must see to it."""
+    return torch.tensor(values, dtype=dtype, device=shape.device).t().contiguous().t()
 
 
 def scales(shape: Shape) -> torch.Tensor:
     """[E]: what each expert multiplies by."""
-    return torch.arange(shape.experts, dtype=torch.float64) % 3 + 1
+    return torch.arange(shape.experts, dtype=torch.float64, device=shape.device) % 3 + 1
 
 
 def expert(rows: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor, scale_e: torch.Tensor) -> torch.Tensor:
@@ -99,13 +105,13 @@ def block(exchange: ExpertParallel, given: Inputs, shape: Shape, recompute: bool
     assert isinstance(out, torch.Tensor) and x.grad is None
     out.backward(given.grad)
     assert x.grad is not None and weights.grad is not None
-    return Found(out.detach(), x.grad, weights.grad, torch.zeros(local) if scale_e.grad is None else scale_e.grad)
+    return Found(out.detach(), x.grad, weights.grad, torch.zeros_like(scale_e) if scale_e.grad is None else scale_e.grad)
 
 
 def reference(case: str, rank: int, ranks: int, shape: Shape) -> Found:
     """In float64, with all experts at hand."""
     scale_E = scales(shape)
-    ds = torch.zeros(shape.experts, dtype=torch.float64)
+    ds = torch.zeros_like(scale_E)
     own: Found | None = None
     for source in range(ranks):
         given = inputs(case, source, ranks, shape)
@@ -147,7 +153,7 @@ def adjoint(exchange: ExpertParallel, case: str, shape: Shape) -> str:
     rank, ranks = dist.get_rank(exchange.group), dist.get_world_size(exchange.group)
     given = inputs(case, rank, ranks, shape)
     received = exchange.dispatch(given.x, given.idx, given.weights)
-    y = torch.from_numpy(np.random.default_rng(rank).integers(-2, 3, received.rows.shape)).to(shape.dtype)
+    y = strided(np.random.default_rng(rank).integers(-2, 3, received.rows.shape), shape.dtype, shape)
     back, _ = exchange.combine(y, received.handle)
     sides = torch.stack([(received.rows.double() * y.double()).sum(), (given.x.double() * back.double()).sum()])
     dist.all_reduce(sides, group=exchange.group)
@@ -174,6 +180,20 @@ def reuse(exchange: ExpertParallel, case: str, shape: Shape) -> str:
         if not torch.equal(sums.double(), given.x.double() * copies[:, None]):
             wrong.append("combine of what was sent is not each token times the ranks that it went to")
     return "; ".join(wrong)  # at the end: a rank that left earlier would leave the others in a collective
+
+
+def chunked(exchange: ExpertParallel, shape: Shape, most: int) -> str:
+    """Inputs of very different lengths, none in one part longer than a buffer of `most`: as many parts on every rank."""
+    rank, ranks = dist.get_rank(exchange.group), dist.get_world_size(exchange.group)
+    given = inputs("uneven", rank, ranks, shape)
+    rounds = exchange.rounds(len(given.x))
+    parts = zip(*(value.tensor_split(rounds) for value in (given.x, given.idx, given.weights, given.grad)), strict=True)
+    found = [block(exchange, Inputs(*part), shape) for part in parts]
+    right = reference("uneven", rank, ranks, shape)
+    whole = Found(
+        *(torch.cat([getattr(f, name) for f in found]) for name in ("out", "dx", "dw")),
+        torch.stack([f.ds for f in found]).sum(0))
+    return differs(whole, right, shape) or ("" if rounds == -(-(1 + 7 * (ranks - 1)) // most) else f"{rounds} rounds")
 
 
 def repeats(exchange: ExpertParallel, shape: Shape) -> str:

@@ -26,9 +26,10 @@ class RankError(AssertionError):
 
 
 def run(
-    ranks: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = TIMEOUT_S, **environment: str,
+    ranks: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = TIMEOUT_S, backend: str = "gloo",
+    **environment: str,
 ) -> list[Any]:
-    """`function(*arguments)` on every rank of a gloo world. Returns what each returned; raises RankError for the first failure.
+    """`function(*arguments)` on every rank of a world. Returns what each returned; raises RankError for the first failure.
 
     `function` is found by its module's name, so it is defined at the top of a module that tests may import.
     """
@@ -38,16 +39,21 @@ def run(
         for rank in range(ranks):
             here, there = _context.Pipe(duplex=False)
             process = _context.Process(
-                target=_rank, args=(rank, ranks, folder, there, timeout_s, environment, function, arguments), daemon=True)
+                target=_rank, args=(rank, ranks, folder, there, timeout_s, backend, environment, function, arguments),
+                daemon=True)
             process.start()
             there.close()
             pipes.append(here)
             processes.append(process)
         try:
             return _collect(pipes, timeout_s)
+        except RankError:
+            for process in processes:
+                process.kill()
+            raise
         finally:
             for process in processes:
-                process.join(2)
+                process.join(5)
                 if process.is_alive():
                     process.kill()
                     process.join()
@@ -73,7 +79,7 @@ def _collect(pipes: list[Connection], timeout_s: float) -> list[Any]:
 
 
 def _rank(
-    rank: int, ranks: int, folder: str, pipe: Connection, timeout_s: float, environment: dict[str, str],
+    rank: int, ranks: int, folder: str, pipe: Connection, timeout_s: float, backend: str, environment: dict[str, str],
     function: Callable[..., Any], arguments: tuple[Any, ...],
 ) -> None:
     os.environ.update(environment | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)})
@@ -83,7 +89,12 @@ def _rank(
     torch.set_num_threads(1)
     try:
         store = dist.FileStore(str(Path(folder) / "store"), ranks)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s / 2))
+        device = None
+        if backend == "nccl":
+            device = torch.device("cuda", rank)
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s / 2), device_id=device)
         value = function(*arguments)
         pipe.send((True, value))
         dist.destroy_process_group()

@@ -95,7 +95,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         grad_rows, _, grad_weights, _ = grads
-        grad_x, grad_topk = ctx.exchange.combine(grad_rows.contiguous(), ctx.handle, grad_weights.contiguous())
+        grad_x, grad_topk = ctx.exchange.combine(grad_rows, ctx.handle, grad_weights)
         return None, grad_x.to(ctx.dtypes[0]), None, grad_topk.to(ctx.dtypes[1])
 
 
@@ -103,11 +103,11 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: ExpertParallel, rows: torch.Tensor, handle: Any) -> torch.Tensor:
         ctx.exchange, ctx.handle, ctx.dtype = exchange, handle, rows.dtype
-        return exchange.combine(rows.contiguous(), handle)[0]
+        return exchange.combine(rows, handle)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return None, ctx.exchange.dispatch(grads[0].contiguous(), handle=ctx.handle).rows.to(ctx.dtype), None
+        return None, ctx.exchange.dispatch(grads[0], handle=ctx.handle).rows.to(ctx.dtype), None
 
 
 def check_tokens(x: torch.Tensor, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None, experts: int) -> None:
