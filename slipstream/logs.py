@@ -8,19 +8,41 @@ Example:
      "logger": "rollout", "message": "sample submitted", "draw": 17, "sample": 3, "version": 9}
 
 Lines of libraries go through the same formatter, from warnings up.
+
+No line carries a token or a password. Text that may quote a prompt or an answer, such as the message of an exception of a
+user's environment, is marked by whoever logs it (`Content`, `quotes=True`) and shortened to its kind unless it is asked for.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import traceback
 from datetime import UTC, datetime
 from typing import TextIO
 
 _ROOT = "slipstream"
-_FIELDS = "slipstream_fields"
+_FIELDS, _QUOTES = "slipstream_fields", "slipstream_quotes"
+WITHHELD = "(withheld, see security.log_content)"
+# The beginnings that our own code writes: "environment e: reset raised KeyError", "exception: ValueError", "non-finite".
+_KIND = re.compile(
+    r"(?:environment [\w.-]+: )?(?:(?:reset|step|start) raised |exception: |sandbox: )[\w.]+|[a-z][a-z -]{0,40}(?=:)")
+# Authorization headers, and passwords in URLs.
+_PROOFS = re.compile(r"(\bBearer |\bSlipstream \w{1,20}:)[^\s\"'\\]{6,}|(://[^:@/\s\"]{0,80}:)[^@/\s\"]+(?=@)")
+
+
+class Content(str):
+    """Text that may quote prompts or answers."""
+
+    __slots__ = ()
+
+
+def withheld(text: str) -> str:
+    """What is left of such a text: the kind of failure that it begins with."""
+    kind = _KIND.match(text)
+    return f"{kind[0]} {WITHHELD}" if kind else WITHHELD
 
 
 class Log:
@@ -43,14 +65,17 @@ class Log:
     def error(self, message: str, **fields: object) -> None:
         self._write(logging.ERROR, message, fields)
 
-    def exception(self, message: str, error: BaseException | None = None, **fields: object) -> None:
-        """An error with its traceback; without `error`, the one that is being handled."""
+    def exception(self, message: str, error: BaseException | None = None, quotes: bool = False, **fields: object) -> None:
+        """An error with its traceback; without `error`, the one that is being handled. `quotes`: it may quote a prompt."""
         error = error or sys.exc_info()[1]
-        self._write(logging.ERROR, f"{message}: {error!r}", fields, error)
+        said = f"{message}: {error!r}" if not quotes else message
+        self._write(logging.ERROR, said, fields, error, quotes)
 
-    def _write(self, level: int, message: str, fields: dict[str, object], error: BaseException | None = None) -> None:
+    def _write(
+        self, level: int, message: str, fields: dict[str, object], error: BaseException | None = None, quotes: bool = False,
+    ) -> None:
         if self._logger.isEnabledFor(level):
-            self._logger.log(level, "%s", message, extra={_FIELDS: fields}, exc_info=error)
+            self._logger.log(level, "%s", message, extra={_FIELDS: fields, _QUOTES: quotes}, exc_info=error)
 
 
 def get(name: str) -> Log:
@@ -58,10 +83,13 @@ def get(name: str) -> Log:
     return Log(logging.getLogger(f"{_ROOT}.{name}"))
 
 
-def configure(service: str, instance: str, run: str, stream: TextIO | None = None, level: str = "INFO") -> None:
-    """Send every log line of this process to `stream` (default: stderr) as JSON. Calling again replaces the former target."""
+def configure(
+    service: str, instance: str, run: str, stream: TextIO | None = None, level: str = "INFO", content: bool = False,
+) -> None:
+    """Send every log line of this process to `stream` (default: stderr) as JSON, `Content` only if asked for. Calling again
+    replaces the former target."""
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(_JsonLines(service, instance, run))
+    handler.setFormatter(_JsonLines(service, instance, run, content))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
@@ -69,8 +97,9 @@ def configure(service: str, instance: str, run: str, stream: TextIO | None = Non
 
 
 class _JsonLines(logging.Formatter):
-    def __init__(self, service: str, instance: str, run: str) -> None:
+    def __init__(self, service: str, instance: str, run: str, content: bool) -> None:
         super().__init__()
+        self._content = content
         self._process = {"service": service, "instance": instance, "run": run}
 
     def format(self, record: logging.LogRecord) -> str:
@@ -82,7 +111,21 @@ class _JsonLines(logging.Formatter):
             "message": record.getMessage(),
         }
         for name, value in getattr(record, _FIELDS, {}).items():
-            line.setdefault(name, value)
-        if record.exc_info and record.exc_info[1] is not None:
-            line["traceback"] = "".join(traceback.format_exception(record.exc_info[1]))
-        return json.dumps(line, default=str)
+            line.setdefault(name, value if self._content or not isinstance(value, Content) else withheld(value))
+        if record.exc_info and (error := record.exc_info[1]) is not None:
+            told = self._content or not getattr(record, _QUOTES, False)
+            if getattr(record, _QUOTES, False):
+                line["message"] = f"{line['message']}: {error!r}" if told else f"{line['message']}: {_kind(error)}"
+            line["traceback"] = "".join(traceback.format_exception(error) if told else _frames(error))
+        return _PROOFS.sub(r"\1\2***", json.dumps(line, default=str))
+
+
+def _kind(error: BaseException) -> str:
+    return f"{type(error).__name__} {WITHHELD}"
+
+
+def _frames(error: BaseException) -> list[str]:
+    """A traceback without messages: where it was raised, through its causes."""
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    before = [*_frames(cause), "\n"] if cause is not None else []
+    return [*before, *traceback.format_tb(error.__traceback__), f"{_kind(error)}\n"]

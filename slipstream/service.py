@@ -17,6 +17,7 @@ import contextlib
 import gc
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -218,11 +219,16 @@ class ServiceContext:
             self.metrics.waiting(self.waits.current, stalled)
             if stalled and not told:
                 log.error(
-                    f"stalled: waiting for {awaited[0]}", waited_s=round(awaited[1], 1), stall_s=self.run.service.stall_s)
+                    f"stalled: waiting for {self._sayable(awaited[0])}", waited_s=round(awaited[1], 1),
+                    stall_s=self.run.service.stall_s)
             elif told and not stalled:
                 log.info("no longer stalled")
             told = stalled
             await self.clock.sleep(min(1.0, self.run.service.stall_s / 4))
+
+    def _sayable(self, sentence: str) -> str:
+        """A wait's sentence for the log: what follows its colon may be the message of a user's code."""
+        return sentence if self.run.security.log_content else re.sub(r"(raised \w+).*", rf"\1 {logs.WITHHELD}", sentence)
 
     async def close(self) -> None:
         """Close what the context opened itself."""
@@ -282,7 +288,7 @@ def main(service: str, start: Callable[[ServiceContext], Awaitable[None]], argv:
     logs.configure(service, f"{service}-?", "")
     try:
         args = arguments(service, argv)
-        logs.configure(service, args.instance, args.run.run.name)
+        logs.configure(service, args.instance, args.run.run.name, content=args.run.security.log_content)
         code = rpc.run(_run(args, start))
     except ConfigError as error:
         _explain(error)

@@ -118,7 +118,7 @@ class ScoringWorker:
                 if error := from_status(status):
                     log.warning("score refused", reason=error.reason, error=error.message, draw=key[1], sample=key[2])
                 elif scored.score.failure:
-                    log.warning("scorer failed", failure=scored.score.failure, draw=key[1], sample=key[2])
+                    log.warning("scorer failed", failure=logs.Content(scored.score.failure), draw=key[1], sample=key[2])
             self._note()
 
     async def _heartbeat(self) -> None:

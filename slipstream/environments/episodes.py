@@ -194,9 +194,10 @@ class Episodes:
         self._raised[kind, type(error).__name__, place] += 1
         times = self._raised[kind, type(error).__name__, place]
         if times == 1:
-            log.exception(f"{kind} raised", error=error, environment=self.name, episode=episode)
+            log.exception(f"{kind} raised", error=error, quotes=True, environment=self.name, episode=episode)
         elif not times & (times - 1):  # every power of two: a broken environment fails a thousand times a second
-            log.warning(f"{kind} raised{place} again", failure=text, times=times, environment=self.name, episode=episode)
+            log.warning(
+                f"{kind} raised{place} again", failure=logs.Content(text), times=times, environment=self.name, episode=episode)
         return SlipstreamError(
             f"environment {self.name}: {kind} raised {text}{place}", "ENVIRONMENT_ERROR", environment=self.name,
             episode=episode, exception=text)

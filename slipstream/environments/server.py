@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 from typing import Any, Self
 
 import grpc
@@ -127,7 +128,8 @@ def run(
             print(f"environment {d.name} ({tasks}, {scored}) at {server.address}", flush=True)
             await stopping.wait()
 
-    logs.configure("environment", name or type(environment).__name__, "")
+    # At a terminal whoever wrote the environment watches: its exceptions say what they say.
+    logs.configure("environment", name or type(environment).__name__, "", content=sys.stderr.isatty())
     rpc.run(main())
 
 
