@@ -44,6 +44,20 @@ class Build(Section):
     )
 
 
+class Lora(Section):
+    """Low-rank adapters: the base stays as it is, a policy version is the adapter alone. Needs the package peft."""
+
+    rank: PositiveInt = Field(default=16, description="Rank of every adapter.")
+    alpha: float = Field(default=32.0, gt=0, description="An adapter counts alpha / rank times.")
+    targets: tuple[str, ...] = Field(
+        default=("attention", "experts"), min_length=1,
+        description="What is adapted: attention, experts, or ends of layer names, such as q_proj or down_proj."
+    )
+    save_merged: bool = Field(
+        default=False, description="At the end also write model/merged, an ordinary model with the adapter added."
+    )
+
+
 class Model(Section):
     path: str = Field(default="", description="Hugging Face model directory, with config, weights and tokenizer.")
     gguf_file: str = Field(default="", description="Name of a GGUF file in `path` to load weights and tokenizer from.")
@@ -52,6 +66,8 @@ class Model(Section):
     experts: Literal["auto", "grouped_mm", "eager", "batched_mm"] = Field(
         default="auto", description="Expert kernel of transformers; auto = grouped_mm."
     )
+
+    lora: Lora | None = Field(default=None, description="Train adapters instead of the weights.")
 
     @model_validator(mode="after")
     def _one_source(self) -> Model:

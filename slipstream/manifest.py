@@ -7,62 +7,40 @@ Example, version 7 of incarnation 1:
     versions/00000007-1/model.safetensors    8-byte header length, JSON header, tensors back to back
     versions/00000007-1/manifest.json        {"number": 7, "tensors": [{"name", "dtype", "shape", "key", "offset", ...}], ...}
     files/<sha256>                           config.json and tokenizer files, shared by all versions that have the same
+    bases/<sha256>/                          model.safetensors and manifest.json of weights that adapters go on from
+
+The version of an adapter holds the adapter's tensors only and names its base, written once a run and never deleted.
+
+A version may be a patch of the one before it, its parent: a tensor that changed little is stored as slipstream.patch makes it,
+in model.safetensors under its name. `full` is the number of the complete version at the start of that chain. Checksums are
+those of whole tensors, so whoever reads a patch has proved what it rebuilt.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import itertools
 import json
-import math
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import google_crc32c
+from google.protobuf import json_format
 
-from slipstream.errors import Conflict, InvalidInput, OutOfRange
-from slipstream.objects import ObjectStore, Piece
+from slipstream import patch
+from slipstream.errors import Conflict, InvalidInput
+from slipstream.objects import ObjectStore
+from slipstream.probes import Probes
 from slipstream.protos.types.v1 import policy_pb2
+from slipstream.tensors import RawTensor as RawTensor  # also known from here: tensors of versions
+from slipstream.tensors import TensorEntry as TensorEntry
+from slipstream.tensors import checksum as checksum
+from slipstream.tensors import layout as layout
+from slipstream.tensors import read_entries as read_entries
 
-# Bytes per element, by safetensors' spelling.
-DTYPE_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
-    "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
-}
 FORMAT = 1
-READ_BYTES = 32 << 20  # neighbouring tensors are fetched together up to this
-READERS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class RawTensor:
-    """A tensor as bytes: row-major, little-endian. `dtype` in safetensors' spelling, such as "F32" or "BF16"."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    data: Piece
-
-    @property
-    def size(self) -> int:
-        """Bytes that dtype and shape ask for."""
-        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
-
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """Where a tensor lies: bytes [offset, offset + size) of the object `key`."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    key: str
-    offset: int
-    size: int
-    crc32c: int
+PATCH_MOST = 0.5  # a patch of more than this share of its tensor is not worth its trouble
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +61,29 @@ class Manifest:
     step: int
     incarnation: int
     writer: str
-    base: int | None  # number of the version that this one is a patch of; None = complete
+    base: FileEntry | None  # manifest of the weights that this adapter goes on from; None = complete
     tensors: tuple[TensorEntry, ...]
     files: Mapping[str, FileEntry]
+    parent: policy_pb2.PolicyVersion | None = None  # the version that this one is a patch of
+    full: int = 0  # number of the complete version that the chain of patches starts from; its own when it is complete
+    probes: Probes | None = None  # what the trainer's model says of them
 
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A version whose tensors somebody has in memory: what patches are made against, and applied to."""
+
+    version: policy_pb2.PolicyVersion
+    tensors: Sequence[RawTensor]
+    full: int = 0  # as in its manifest
 
 async def write_version(
     store: ObjectStore, *, run: str, number: int, step: int, incarnation: int, tensors: Sequence[RawTensor],
-    files: Mapping[str, bytes],
+    files: Mapping[str, bytes], base: FileEntry | None = None, parent: Held | None = None, probes: Probes | None = None,
 ) -> policy_pb2.PolicyVersion:
-    """Write files, tensors and then the manifest, durably. Calling again after a failure is safe.
+    """Write files, tensors and then the manifest, durably. Calling again after a failure is safe. `base`: see `write_base`.
+
+    With a `parent`, tensors that changed little since are written as patches.
 
     Raises InvalidInput when a tensor's data does not fit its dtype and shape; Conflict when the version exists already.
     """
@@ -102,10 +93,19 @@ async def write_version(
         raise Conflict(f"{manifest_key} exists: this version was written already", "VERSION_EXISTS", version=number)
     file_entries = await _write_files(store, files)
     key = f"{folder}/model.safetensors"
-    header, ordered, entries = await asyncio.to_thread(layout, tensors, key, {"format": "pt", "run": run, "step": str(step)})
+    metadata = {"format": "pt", "run": run, "step": str(step)}
+    if parent is None:
+        header, ordered, entries = await asyncio.to_thread(layout, tensors, key, metadata)
+    else:
+        header, ordered, entries = await asyncio.to_thread(_patched_layout, tensors, parent, key, metadata)
+        if not any(e.patched for e in entries):
+            parent = None
     await store.put(key, [header, *(t.data for t in ordered)])
     text = json.dumps({
-        "format": FORMAT, "run": run, "number": number, "step": step, "incarnation": incarnation, "base": None,
+        "format": FORMAT, "run": run, "number": number, "step": step, "incarnation": incarnation,
+        "base": base and _plain(base), "full": parent.full if parent else number,
+        "parent": parent and json_format.MessageToDict(parent.version, preserving_proto_field_name=True),
+        "probes": probes and probes.plain(),
         "writer": uuid.uuid4().hex, "tensors": [_plain(e) for e in entries],
         "files": {name: _plain(e) for name, e in sorted(file_entries.items())},
     }).encode()
@@ -113,6 +113,19 @@ async def write_version(
         raise Conflict(f"{manifest_key} exists: another trainer wrote this version", "VERSION_EXISTS", version=number)
     return policy_pb2.PolicyVersion(
         number=number, step=step, incarnation=incarnation, manifest_key=manifest_key, manifest_crc32c=checksum(text))
+
+
+async def write_base(store: ObjectStore, tensors: Sequence[RawTensor]) -> FileEntry:
+    """Write weights that adapters go on from, durably, once: what is there already is only named. Returns its manifest."""
+    digest = await asyncio.to_thread(weights_digest, tensors)
+    key = f"bases/{digest}/model.safetensors"
+    header, ordered, entries = await asyncio.to_thread(layout, tensors, key, {"format": "pt"})
+    text = json.dumps({"format": FORMAT, "tensors": [_plain(e) for e in entries]}).encode()
+    entry = FileEntry(f"bases/{digest}/manifest.json", len(text), checksum(text))
+    if not await store.list(entry.key):
+        await store.put(key, [header, *(t.data for t in ordered)])
+        await store.put_if_absent(entry.key, text)
+    return entry
 
 
 async def read_manifest(store: ObjectStore, version: policy_pb2.PolicyVersion, run: str = "") -> Manifest:
@@ -142,35 +155,73 @@ def manifest_of(text: bytes, key: str) -> Manifest:
         raise InvalidInput(f"{key} is not a manifest: {error!r}", "MANIFEST_FORMAT", key=key) from None
 
 
-async def read_tensors(store: ObjectStore, manifest: Manifest) -> list[RawTensor]:
+async def read_tensors(store: ObjectStore, manifest: Manifest, held: Held | None = None) -> list[RawTensor]:
     """Every tensor, in the order of the manifest, each checked against its checksum before anything is returned.
 
-    Raises NotFound when an object is missing, InvalidInput (TENSOR_CHECKSUM, TENSOR_RANGE) when bytes are wrong.
+    A patch is applied to the parent's tensors: those `held`, or else read first, from the complete version on.
+    Raises NotFound when an object is missing, InvalidInput (TENSOR_CHECKSUM, TENSOR_RANGE, PATCH) when bytes are wrong.
     """
-    return await read_entries(store, manifest.tensors, f"version {manifest.number}")
+    if manifest.parent is None:
+        return await read_entries(store, manifest.tensors, f"version {manifest.number}")
+    if held is not None and held.version.number == manifest.parent.number:
+        before = held.tensors
+    else:
+        before = await read_tensors(store, await read_manifest(store, manifest.parent, manifest.run), held)
+    stored = await read_entries(store, manifest.tensors, f"version {manifest.number}")
+    return await asyncio.to_thread(_rebuilt, manifest, stored, before)
 
 
-async def read_entries(store: ObjectStore, entries: Sequence[TensorEntry], what: str) -> list[RawTensor]:
-    """Tensors wherever they lie, in the order of `entries`; neighbours are fetched together. `what` is for messages.
+def _rebuilt(manifest: Manifest, stored: Sequence[RawTensor], before: Sequence[RawTensor]) -> list[RawTensor]:
+    """Patches applied to the parent's tensors, and the others as they are."""
+    parents, tensors = {t.name: t for t in before}, []
+    for entry, tensor in zip(manifest.tensors, stored, strict=True):
+        if entry.patched:
+            place = {"version": manifest.number, "tensor": entry.name}
+            if (parent := parents.get(entry.name)) is None or (parent.dtype, parent.shape) != (entry.dtype, entry.shape):
+                raise InvalidInput(f"version {manifest.number}: its parent lacks tensor {entry.name}", "PATCH", **place)
+            data = patch.decode(parent.data, tensor.data, entry.dtype)
+            if checksum(data) != entry.crc32c:
+                raise InvalidInput(
+                    f"version {manifest.number}: tensor {entry.name} is not what its patch was made for", "TENSOR_CHECKSUM",
+                    **place)
+            tensor = RawTensor(entry.name, entry.dtype, entry.shape, data)
+        tensors.append(tensor)
+    return tensors
 
-    Raises NotFound when an object is missing, InvalidInput (TENSOR_CHECKSUM, TENSOR_RANGE) when bytes are wrong.
-    """
-    readers = asyncio.Semaphore(READERS)
 
-    async def fetch(some: list[TensorEntry]) -> list[RawTensor]:
-        async with readers:
-            first, last = some[0], some[-1]
-            size = last.offset + last.size - first.offset
-            try:
-                data = memoryview(await store.get(first.key, first.offset, size))
-            except OutOfRange as error:
-                raise InvalidInput(f"{what}: {error.message}", "TENSOR_RANGE", key=first.key) from None
-            if size < READ_BYTES // 8:
-                return _checked(what, some, data)
-            return await asyncio.to_thread(_checked, what, some, data)
+def _patched_layout(
+    tensors: Sequence[RawTensor], parent: Held, key: str, metadata: Mapping[str, str],
+) -> tuple[bytes, list[RawTensor], list[TensorEntry]]:
+    """As `layout`, with patches in the place of tensors that changed little."""
+    before, stored, whole = {t.name: t for t in parent.tensors}, [], {}
+    for tensor in tensors:
+        old, made = before.get(tensor.name), None
+        if old is not None and (old.dtype, old.shape) == (tensor.dtype, tensor.shape):
+            made = patch.encode(old.data, tensor.data, tensor.dtype, PATCH_MOST)
+        if made is not None and len(made) <= PATCH_MOST * tensor.size:
+            whole[tensor.name] = tensor
+            stored.append(RawTensor(tensor.name, "U8", (len(made),), made))
+        else:
+            stored.append(tensor)
+    header, ordered, entries = layout(stored, key, metadata)
+    for n, entry in enumerate(entries):
+        if (tensor := whole.get(entry.name)) is not None:
+            entries[n] = replace(
+                entry, dtype=tensor.dtype, shape=tensor.shape, crc32c=checksum(tensor.data), patched=True)
+    return header, ordered, entries
 
-    parts = await asyncio.gather(*(fetch(some) for some in _ranges(entries)))
-    return [tensor for part in parts for tensor in part]
+
+async def read_complete(store: ObjectStore, manifest: Manifest) -> list[RawTensor]:
+    """The tensors of the base, if there is one, and those of the version. Raises NotFound, InvalidInput, as `read_tensors`."""
+    own = await read_tensors(store, manifest)
+    if manifest.base is None:
+        return own
+    text = await store.get(manifest.base.key)
+    if len(text) != manifest.base.size or checksum(text) != manifest.base.crc32c:
+        raise InvalidInput(f"{manifest.base.key}: it is not the base of version {manifest.number}", "MANIFEST_CHECKSUM",
+                           version=manifest.number, key=manifest.base.key)
+    entries = _entries(json.loads(text))
+    return [*await read_entries(store, entries, f"base of version {manifest.number}"), *own]
 
 
 async def read_files(store: ObjectStore, manifest: Manifest) -> dict[str, bytes]:
@@ -194,56 +245,15 @@ async def delete_version(store: ObjectStore, version: policy_pb2.PolicyVersion) 
         await store.delete(key)
 
 
-def layout(
-    tensors: Sequence[RawTensor], key: str, metadata: Mapping[str, str]
-) -> tuple[bytes, list[RawTensor], list[TensorEntry]]:
-    """Header of a safetensors object, its tensors in file order, and where each lies.
-
-    Wide types first, so that every tensor is aligned to its element size; the header is padded with spaces to 8 bytes.
-    https://huggingface.co/docs/safetensors/index#format
-    """
-    for tensor in tensors:
-        if tensor.dtype not in DTYPE_BYTES:
-            raise InvalidInput(
-                f"tensor {tensor.name}: dtype {tensor.dtype!r} is not one of {', '.join(DTYPE_BYTES)}", "TENSOR_DTYPE",
-                tensor=tensor.name)
-        if memoryview(tensor.data).nbytes != tensor.size:
-            raise InvalidInput(
-                f"tensor {tensor.name}: {memoryview(tensor.data).nbytes} bytes are not {tensor.dtype}{list(tensor.shape)}",
-                "TENSOR_SHAPE", tensor=tensor.name)
-    ordered = sorted(tensors, key=lambda t: (-DTYPE_BYTES[t.dtype], t.name))
-    if duplicate := next((a.name for a, b in itertools.pairwise(ordered) if a.name == b.name), None):
-        raise InvalidInput(f"tensor {duplicate} appears twice", "TENSOR_NAME", tensor=duplicate)
-    table: dict[str, Any] = {"__metadata__": dict(metadata)}
-    offset = 0
-    for tensor in ordered:
-        table[tensor.name] = {
-            "dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, offset + tensor.size]}
-        offset += tensor.size
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    header = len(text).to_bytes(8, "little") + text
-    entries = [
-        TensorEntry(t.name, t.dtype, t.shape, key, len(header) + table[t.name]["data_offsets"][0], t.size, checksum(t.data))
-        for t in ordered
-    ]
-    return header, ordered, entries
-
-
 def weights_hash(tensors: Iterable[TensorEntry]) -> str:
     """What identifies the weights of a version, wherever they lie: SHA-256 over names, dtypes, shapes and checksums."""
     lines = sorted(f"{t.name} {t.dtype} {list(t.shape)} {t.crc32c:08x}" for t in tensors)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def checksum(data: Piece) -> int:
-    """CRC-32C of any buffer. google_crc32c takes only `bytes`: larger buffers go through it in cache-sized copies."""
-    if isinstance(data, bytes):
-        return google_crc32c.value(data)
-    view, crc = memoryview(data).cast("B"), 0
-    for start in range(0, len(view), 1 << 18):
-        crc = google_crc32c.extend(crc, bytes(view[start : start + (1 << 18)]))
-    return crc
+def weights_digest(tensors: Sequence[RawTensor]) -> str:
+    """`weights_hash` of tensors in memory."""
+    return weights_hash(layout(tensors, "-", {})[2])
 
 
 async def _write_files(store: ObjectStore, files: Mapping[str, bytes]) -> dict[str, FileEntry]:
@@ -268,38 +278,21 @@ def _plain(entry: TensorEntry | FileEntry) -> dict[str, Any]:
 def _parse(data: dict[str, Any]) -> Manifest:
     if data["format"] != FORMAT:
         raise ValueError(f"format {data['format']} is not {FORMAT}")
+    files = {name: FileEntry(f["key"], f["size"], f["crc32c"]) for name, f in data["files"].items()}
+    base = FileEntry(data["base"]["key"], data["base"]["size"], data["base"]["crc32c"]) if data["base"] else None
+    parent = json_format.ParseDict(data["parent"], policy_pb2.PolicyVersion()) if data["parent"] else None
+    return Manifest(
+        data["run"], data["number"], data["step"], data["incarnation"], data["writer"], base, _entries(data), files, parent,
+        data["full"], Probes.parse(data["probes"]) if data["probes"] else None)
+
+
+def _entries(data: dict[str, Any]) -> tuple[TensorEntry, ...]:
     tensors = tuple(
-        TensorEntry(t["name"], t["dtype"], tuple(t["shape"]), t["key"], t["offset"], t["size"], t["crc32c"])
+        TensorEntry(
+            t["name"], t["dtype"], tuple(t["shape"]), t["key"], t["offset"], t["size"], t["crc32c"], t.get("patched", False))
         for t in data["tensors"])
     for t in tensors:
-        if t.size != math.prod(t.shape) * DTYPE_BYTES[t.dtype] or t.offset < 0:
+        whole = RawTensor(t.name, t.dtype, t.shape, b"").size
+        if (t.size > whole if t.patched else t.size != whole) or t.offset < 0:
             raise ValueError(f"tensor {t.name}: size {t.size} does not fit {t.dtype}{list(t.shape)}")
-    files = {name: FileEntry(f["key"], f["size"], f["crc32c"]) for name, f in data["files"].items()}
-    return Manifest(
-        data["run"], data["number"], data["step"], data["incarnation"], data["writer"], data["base"], tensors, files)
-
-
-def _ranges(tensors: Sequence[TensorEntry]) -> list[list[TensorEntry]]:
-    """Neighbours in one object, joined up to READ_BYTES."""
-    ranges: list[list[TensorEntry]] = []
-    for t in tensors:
-        last = ranges[-1][-1] if ranges else None
-        joined = last is not None and last.key == t.key and last.offset + last.size == t.offset
-        if joined and t.offset + t.size - ranges[-1][0].offset <= READ_BYTES:
-            ranges[-1].append(t)
-        else:
-            ranges.append([t])
-    return ranges
-
-
-def _checked(what: str, entries: Sequence[TensorEntry], data: memoryview) -> list[RawTensor]:
-    """Cut one fetched range into tensors and compare their checksums."""
-    tensors = []
-    for e in entries:
-        part = data[e.offset - entries[0].offset :][: e.size]
-        if checksum(part) != e.crc32c:
-            raise InvalidInput(
-                f"{what}: tensor {e.name} ({e.key}, bytes {e.offset} to {e.offset + e.size}) is damaged",
-                "TENSOR_CHECKSUM", key=e.key, tensor=e.name)
-        tensors.append(RawTensor(e.name, e.dtype, e.shape, part))
     return tensors

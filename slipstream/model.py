@@ -21,7 +21,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -48,7 +48,11 @@ from slipstream.errors import ConfigError, InvalidInput
 from slipstream.manifest import RawTensor
 from slipstream.seeds import stream
 
+if TYPE_CHECKING:
+    from slipstream.adapters import Merged
+
 PAD, EOS = "<pad>", "<eos>"
+ADAPTER_FILE = "adapter_config.json"  # among a version's files when it is an adapter's: PEFT's description of it
 
 _NAMES = {
     torch.float32: "F32",
@@ -151,9 +155,36 @@ def skeleton(sent: Mapping[str, bytes], dtype: str = "float32", experts: str = "
     return model, tokenizer
 
 
+def assembled(
+    sent: Mapping[str, bytes], tensors: Sequence[RawTensor], dtype: str = "float32", experts: str = "grouped_mm",
+) -> tuple[nn.Module, Any, Merged | None]:
+    """The model of a complete version (slipstream.manifest.read_complete), its tokenizer, and its adapter, if it has one.
+
+    Raises InvalidInput when files and tensors do not fit each other, ConfigError when the package peft is missing.
+    """
+    model, tokenizer = skeleton(sent, dtype, experts)
+    if ADAPTER_FILE not in sent:
+        load_state(model, tensors)
+        return model, tokenizer, None
+    try:
+        from slipstream import adapters
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"an adapter needs the package {error.name}: pip install 'slipstream[lora]'") from None
+    base, own = adapters.split(tensors)
+    load_state(model, base)
+    merged = adapters.Merged(adapters.attach_sent(model, sent))
+    merged.load(own)
+    return model, tokenizer, merged
+
+
 def state(model: nn.Module) -> list[RawTensor]:
     """A snapshot of the weights in state_dict order: later changes of the model do not show. Tied weights appear once."""
     return [raw(name, tensor) for name, tensor in _unique(model.state_dict()).items()]
+
+
+def views(model: nn.Module) -> list[RawTensor]:
+    """The same without a copy, for weights that do not change."""
+    return [bare(name, tensor.cpu().contiguous()) for name, tensor in _unique(model.state_dict()).items()]
 
 
 def raw(name: str, tensor: torch.Tensor) -> RawTensor:

@@ -19,7 +19,7 @@ import contextlib
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -36,6 +36,9 @@ from slipstream.manifest import RawTensor
 from slipstream.model import cooked, load_state
 from slipstream.protos.types.v1 import policy_pb2
 
+if TYPE_CHECKING:
+    from slipstream.adapters import Merged
+
 WIDTH = 128  # rows of a deterministic decode pass; at least 8, below which CPU kernels depend on it
 PROMPT_TOKENS = 256  # padded tokens of a deterministic prompt pass of short prompts
 ROOM = 32  # a row has room for the context, rounded up to a multiple of this
@@ -50,13 +53,14 @@ class Decoder:
 
     def __init__(
         self, model: nn.Module, slots: int, context: int, *, deterministic: bool = False, capture_routes: bool = False,
-        recompute_on_swap: bool = False, version: policy_pb2.PolicyVersion | None = None,
+        recompute_on_swap: bool = False, version: policy_pb2.PolicyVersion | None = None, merged: Merged | None = None,
     ) -> None:
+        """`merged`: the adapter in `model`, if it has one; then versions are of it alone."""
         self.model: Any = model.eval()
         self.config = self.model.config.get_text_config()
         self.vocabulary: int = self.config.vocab_size
         self.slots, self.context, self.deterministic = slots, context, deterministic
-        self.recompute_on_swap = recompute_on_swap
+        self.recompute_on_swap, self.merged = recompute_on_swap, merged
         self.version = version or policy_pb2.PolicyVersion()
         if deterministic:
             self._refuse_batch_dependence()
@@ -152,8 +156,11 @@ class Decoder:
     @torch.inference_mode()
     def load(self, tensors: Sequence[RawTensor], version: policy_pb2.PolicyVersion) -> None:
         """Swap the weights in place; requests in flight go on. Raises InvalidInput, nothing changed, if they do not fit."""
-        verify(self.model, tensors)
-        load_state(self.model, tensors)
+        verify(self.merged.adapter if self.merged else self.model, tensors)
+        if self.merged:
+            self.merged.load(tensors)
+        else:
+            load_state(self.model, tensors)
         self.version = version
         self.rows.note_version(version)
         if self.recompute_on_swap and self.active:
@@ -331,7 +338,7 @@ class Decoder:
         return torch.from_numpy(array).to(self.device)
 
 
-def verify(model: nn.Module, tensors: Iterable[RawTensor]) -> None:
+def verify(model: Any, tensors: Iterable[RawTensor]) -> None:
     """Raises InvalidInput when a tensor's bytes, shape or dtype are not those of the model's tensor of that name."""
     own = model.state_dict()
     for tensor in tensors:

@@ -89,7 +89,10 @@ class Engine(Protocol):
     async def start(
         self, files: Mapping[str, bytes], tensors: Sequence[RawTensor], version: policy_pb2.PolicyVersion
     ) -> None:
-        """Build the model from the version's files and load its tensors. Raises InvalidInput for a model it cannot run."""
+        """Build the model from the version's files and load its tensors. Raises InvalidInput for a model it cannot run.
+
+        A version of an adapter has adapter_config.json among its files, and here the tensors of its base before its own.
+        """
         ...
 
     def check(self, request: Request) -> None:
@@ -111,7 +114,10 @@ class Engine(Protocol):
         ...
 
     async def swap(self, version: policy_pb2.PolicyVersion, tensors: Sequence[RawTensor]) -> None:
-        """Let `version` generate every token sampled after this returns. Raises InvalidInput and keeps the old one."""
+        """Let `version` generate every token sampled after this returns. Raises InvalidInput and keeps the old one.
+
+        `tensors` are the version's own: of an adapter A and B alone.
+        """
         ...
 
     def abort(self, requests: Iterable[int]) -> None:

@@ -25,7 +25,7 @@ from slipstream import auth_credentials, rpc, seeds
 from slipstream.auth_credentials import Credentials
 from slipstream.config import RunFile, load
 from slipstream.errors import ConfigError, NotFound, SlipstreamError, Unavailable, from_rpc_error
-from slipstream.manifest import Manifest, checksum, read_files, read_manifest, read_tensors
+from slipstream.manifest import Manifest, checksum, read_complete, read_files, read_manifest
 from slipstream.objects import ObjectStore, open_store
 from slipstream.protos.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from slipstream.protos.types.v1 import policy_pb2, tensor_pb2
@@ -141,10 +141,9 @@ def from_folder(folder: Path, asked: argparse.Namespace) -> list[str]:
 async def from_version(store: ObjectStore, manifest: Manifest, asked: argparse.Namespace) -> list[str]:
     """Ask a policy version."""
     quiet()
-    from slipstream.model import load_state, skeleton
+    from slipstream.model import assembled
 
-    model, tokenizer = skeleton(await read_files(store, manifest))
-    load_state(model, await read_tensors(store, manifest))
+    model, tokenizer, _ = assembled(await read_files(store, manifest), await read_complete(store, manifest))
     return continued(model, tokenizer, asked)
 
 

@@ -26,7 +26,7 @@ from services.rollout.proof import prove
 from slipstream.config import RunFile
 from slipstream.errors import InvalidInput, SlipstreamError, Unavailable
 from slipstream.manifest import RawTensor
-from slipstream.model import load_state, skeleton, stop_token_ids
+from slipstream.model import assembled, stop_token_ids
 from slipstream.protos.types.v1 import policy_pb2
 
 
@@ -223,12 +223,11 @@ class TorchEngine:
         if run.rollout.threads:
             torch.set_num_threads(run.rollout.threads)
         experts = "dense" if run.deterministic else "grouped_mm" if run.model.experts == "auto" else run.model.experts
-        model, self._tokenizer = skeleton(files, run.model.dtype, experts)
+        model, self._tokenizer, merged = assembled(files, tensors, run.model.dtype, experts)
         self._stops = stop_token_ids(self._tokenizer, model)
         decoder = Decoder(
             model, run.rollout.slots, run.rollout.context, deterministic=run.deterministic,
-            capture_routes=run.rollout.capture_routes, recompute_on_swap=run.rollout.on_swap == "recompute")
-        load_state(model, tensors)
+            capture_routes=run.rollout.capture_routes, recompute_on_swap=run.rollout.on_swap == "recompute", merged=merged)
         prove(decoder)
         decoder.version = version
         return decoder

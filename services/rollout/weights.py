@@ -19,7 +19,7 @@ import grpc
 from services.rollout.engine import Engine
 from slipstream import logs, rpc
 from slipstream.errors import ConfigError, InvalidInput, NotFound, SlipstreamError, Unavailable, from_rpc_error
-from slipstream.manifest import Manifest, RawTensor, read_files, read_manifest, read_tensors
+from slipstream.manifest import FileEntry, Manifest, RawTensor, read_complete, read_files, read_manifest, read_tensors
 from slipstream.protos.buffer.v1 import policy_pb2 as pb
 from slipstream.protos.buffer.v1.policy_pb2_grpc import PolicyServiceStub
 from slipstream.protos.types.v1.policy_pb2 import PolicyVersion
@@ -52,6 +52,7 @@ class Weights:
         self.newest: PolicyVersion | None = None
         self._wanted: PolicyVersion | None = None
         self.swapping = False
+        self._base: FileEntry | None = None  # of the engine that runs
 
     def start(self) -> None:
         """Spawn the loops."""
@@ -170,6 +171,12 @@ class Weights:
     async def _read(self, version: PolicyVersion) -> tuple[Manifest, Sequence[RawTensor]]:
         context = self._context
         manifest = await read_manifest(context.store, version, context.run.run.name)
+        if self._engine.version is None:
+            return manifest, await read_complete(context.store, manifest)
+        if manifest.base != self._base:
+            raise InvalidInput(
+                f"version {version.number} goes on from {manifest.base and manifest.base.key}, this engine was started on "
+                f"{self._base and self._base.key}: start the worker again", "BASE", version=version.number)
         return manifest, await read_tensors(context.store, manifest)
 
     async def _first(self, manifest: Manifest, tensors: Sequence[RawTensor], version: PolicyVersion) -> None:
@@ -178,6 +185,7 @@ class Weights:
         try:
             with self._context.waits.on(f"engine: building the model of version {version.number}"):
                 await self._engine.start(files, tensors, version)
+            self._base = manifest.base
         except InvalidInput as error:
             raise ConfigError(error.message, error.reason) from error
 

@@ -27,7 +27,7 @@ from services.trainer.replay import Replay, command, published
 from slipstream import batch_log
 from slipstream.config import RunFile, load
 from slipstream.errors import ConfigError, InvalidInput, NotFound, SlipstreamError
-from slipstream.manifest import write_version
+from slipstream.manifest import write_base, write_version
 from slipstream.objects import ObjectStore, open_store
 
 
@@ -49,9 +49,11 @@ async def fork(origin: RunFile, new: RunFile, at: int) -> dict[str, Any]:
 
         async def publish(step: int) -> bool:
             if oldest <= step < at:
+                base = replay.learner.base()
                 await write_version(
                     store, run=new.run.name, number=step + 1, step=step, incarnation=replay.incarnation,
-                    tensors=replay.learner.weights(), files=replay.learner.files())
+                    tensors=replay.learner.weights(), files=replay.learner.files(),
+                    base=await write_base(store, base) if base else None)
             return True
 
         await publish(started)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.trainer import diagnostics, nonfinite
+from services.trainer import adapters, diagnostics, nonfinite
 from services.trainer.algorithms.objective import LossInputs, Objective
 from services.trainer.critic import Critic
 from services.trainer.logprobs import chunked, output_head
@@ -50,6 +50,8 @@ class Learner:
         self.run = run
         self.model: Any
         self.model, self.tokenizer = build(run.model, run.run.seed, run.deterministic)
+        self.adapter = adapters.attached(self.model, run)
+        self._trained: Any = adapters.Trained(self.adapter) if self.adapter else self.model
         # Evaluation mode: dropout and router jitter would make the trainer's distribution differ from the sampler's.
         self.model.eval()
         self.vocabulary = int(self.model.config.get_text_config().vocab_size)
@@ -57,7 +59,7 @@ class Learner:
         self.objective = Objective(run.algorithm, run.rollout.max_new_tokens)
         self._policy = _Scorer(self.model, run.trainer.logit_rows)
         self._routes = RoutePolicy(self.model, run)
-        self._reference: _Scorer | None = None
+        self._reference: adapters.Score | None = None
         self.critic = Critic(run) if run.algorithm.advantage == "gae" else None
         self.skip: nonfinite.Skip | None = None  # of the last step
 
@@ -144,8 +146,14 @@ class Learner:
             raise InvalidInput(f"a token is outside of the model's 0..{self.vocabulary - 1}", "TOKEN", field="tokens")
 
     def start_reference(self, first: Sequence[RawTensor] | None = None) -> None:
-        """Load the reference model of a KL term: a directory, else `first`, the weights of step 0, else those of now."""
+        """Load the reference model of a KL term: a directory, else `first`, the weights of step 0, else those of now.
+
+        An adapter's is its base, which is there already.
+        """
         algorithm = self.run.algorithm
+        if self.adapter is not None and not algorithm.reference:
+            self._reference = adapters.without(self.adapter, self._policy)
+            return
         settings = config.Model(path=algorithm.reference, dtype=self.run.model.dtype) if algorithm.reference else self.run.model
         model, _ = build(settings, self.run.run.seed, self.run.deterministic)
         if not algorithm.reference:
@@ -173,18 +181,24 @@ class Learner:
 
     def weights(self) -> list[RawTensor]:
         """A snapshot of the weights, for a policy version."""
-        return state(self.model)
+        return self.adapter.tensors() if self.adapter else state(self.model)
+
+    def base(self) -> Sequence[RawTensor]:
+        """The weights that versions of an adapter go on from; empty without an adapter."""
+        return self.adapter.base if self.adapter else ()
 
     def snapshot(self) -> Snapshot:
         """A copy of everything that a step changes, for a checkpoint."""
-        return take(self.model, self.optimizer, critic=self.critic and (self.critic.model, self.critic.optimizer))
+        return take(self._trained, self.optimizer, critic=self.critic and (self.critic.model, self.critic.optimizer))
 
     def load(self, snapshot: Snapshot) -> None:
         """The inverse of `snapshot`. Raises InvalidInput when it does not fit the model.
 
         From a checkpoint without a critic (of a run forked from one without) the critic starts as at step 0, from these weights.
         """
-        restore(self.model, self.optimizer, snapshot, critic=self.critic and (self.critic.model, self.critic.optimizer))
+        if self.adapter:
+            adapters.check_base(self.adapter, snapshot)
+        restore(self._trained, self.optimizer, snapshot, critic=self.critic and (self.critic.model, self.critic.optimizer))
         set_learning_rate(self.optimizer, self.run.trainer.learning_rate)
         if self.critic:
             self.critic.restart()
@@ -193,11 +207,17 @@ class Learner:
 
     def files(self) -> dict[str, bytes]:
         """Configuration and tokenizer, for a policy version."""
-        return files(self.model, self.tokenizer)
+        return files(self.model, self.tokenizer) | (self.adapter.files() if self.adapter else {})
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write an ordinary Hugging Face directory."""
-        self.model.save_pretrained(folder)
+        """Write an ordinary Hugging Face directory; of an adapter a PEFT directory, and the sum below it when wanted."""
+        if self.adapter is None:
+            self.model.save_pretrained(folder)
+        else:
+            self.adapter.save_pretrained(folder)
+            if self.run.model.lora and self.run.model.lora.save_merged:
+                self.adapter.save_pretrained(folder / "merged", merged=True)
+                self.tokenizer.save_pretrained(folder / "merged")
         self.tokenizer.save_pretrained(folder)
 
 

@@ -141,7 +141,7 @@ class TrainerLoop:
         self.alarms.resume(self.records.resume(self.step))
         self.publisher = Publisher(
             self.context, self.incarnation, await self._in_torch(self.learner.files), self.telemetry.publish_seconds.observe,
-            self.records.version)
+            self.records.version, self.learner.base())
         await self._publish(await self._in_torch(self.learner.weights))
         await self._checkpoint()  # step 0 is one, too: a restart does not warm up again
         self._show()

@@ -11,9 +11,20 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from services.trainer.chain import Chain
 from slipstream import logs, rpc
 from slipstream.errors import SlipstreamError
-from slipstream.manifest import RawTensor, delete_version, read_manifest, weights_hash, write_version
+from slipstream.manifest import (
+    FileEntry,
+    Manifest,
+    RawTensor,
+    delete_version,
+    read_manifest,
+    weights_hash,
+    write_base,
+    write_version,
+)
+from slipstream.probes import Probes
 from slipstream.protos.buffer.v1 import policy_pb2 as events_pb2
 from slipstream.protos.buffer.v1 import policy_pb2_grpc
 from slipstream.protos.types.v1 import policy_pb2
@@ -21,6 +32,7 @@ from slipstream.service import ServiceContext
 
 RPC_TIMEOUT_S = 20.0
 WRITE_TIMEOUT_S = 600.0
+Writing = tuple[int, Sequence[RawTensor], Probes | None]  # step, weights, probes
 
 log = logs.get("trainer.publish")
 
@@ -28,28 +40,32 @@ log = logs.get("trainer.publish")
 class Publisher:
     """Publishes the versions of one incarnation. `files` are those of every version.
 
-    `record(version, hash of its weights)` is told of each before anybody else: it outlives the version.
+    `record(version, hash of its weights)` is told of each before anybody else: it outlives the version. `base`: the weights
+    that they go on from, when they are adapters; written before the first.
     """
 
     def __init__(
         self, context: ServiceContext, incarnation: int, files: Mapping[str, bytes], observe_s: Callable[[float], None],
         record: Callable[[policy_pb2.PolicyVersion, str], None] = lambda version, weights: None,
+        base: Sequence[RawTensor] = (),
     ) -> None:
         self._context, self._incarnation, self._files, self._observe_s = context, incarnation, files, observe_s
-        self._record = record
+        self._record, self._base = record, base
+        self._base_written: FileEntry | None = None
         self._store, self._waits, self._clock = context.store, context.waits, context.clock
         self._stub: Any = policy_pb2_grpc.PolicyServiceStub(context.channel)
         self._task: asyncio.Task[None] | None = None
+        self._chain: Chain | None = None
 
     @property
     def newest(self) -> int:
         """Number of the newest version announced; 0 before the first."""
         return self._context.policy_version.number if self._context.policy_version else 0
 
-    async def submit(self, step: int, tensors: Sequence[RawTensor]) -> None:
+    async def submit(self, step: int, tensors: Sequence[RawTensor], probes: Probes | None = None) -> None:
         """Publish in the background, once the former publication is done. Raises what that one raised."""
         await self.drain()
-        self._task = self._context.lifecycle.spawn(f"publish step {step}", self._publish(step, tensors), endless=False)
+        self._task = self._context.lifecycle.spawn(f"publish step {step}", self._publish(step, tensors, probes), endless=False)
 
     async def drain(self) -> None:
         """Wait for the publication in flight."""
@@ -57,34 +73,43 @@ class Publisher:
             with self._waits.on("the former policy version to be published"):
                 await self._task
 
-    async def _publish(self, step: int, tensors: Sequence[RawTensor]) -> None:
+    async def _publish(self, step: int, tensors: Sequence[RawTensor], probes: Probes | None) -> None:
         started = self._clock.monotonic()
-        version, weights = await rpc.call_until(
-            self._write, (step, tensors), WRITE_TIMEOUT_S, self._waits, f"writing the policy version of step {step}",
+        if self._chain is None:
+            known: events_pb2.ListVersionsResponse = await rpc.call_until(
+                self._stub.ListVersions, events_pb2.ListVersionsRequest(), RPC_TIMEOUT_S, self._waits, "the list of versions",
+                self._clock)
+            settings = self._context.run
+            self._chain = Chain(self._store, settings.run.name, settings.trainer.full_every, known.versions)
+        version, manifest = await rpc.call_until(
+            self._write, (step, tensors, probes), WRITE_TIMEOUT_S, self._waits, f"writing the policy version of step {step}",
             self._clock)
-        self._record(version, weights)
+        self._record(version, weights_hash(manifest.tensors))
         reply: events_pb2.PublishVersionResponse = await rpc.call_until(
             self._stub.PublishVersion, events_pb2.PublishVersionRequest(version=version), RPC_TIMEOUT_S, self._waits,
             f"announcing the policy version of step {step}", self._clock)
         self._context.policy_version = version
         self._observe_s(self._clock.monotonic() - started)
-        for old in reply.deletable:
+        for old in await self._chain.published(version, manifest, tensors, reply.deletable):
             try:
                 await delete_version(self._store, old)
             except SlipstreamError as error:
                 log.warning(f"version {old.number} could not be deleted: {error.message}", version=old.number)
 
-    async def _write(self, request: tuple[int, Sequence[RawTensor]], timeout: float) -> tuple[policy_pb2.PolicyVersion, str]:
+    async def _write(self, request: Writing, timeout: float) -> tuple[policy_pb2.PolicyVersion, Manifest]:
         """One try under a number of its own: an interrupted one leaves a gap, never a half-written version.
 
-        The hash comes from the manifest as it is read back, so from the bytes that were written.
+        The manifest is read back, so what it says is of the bytes that were written.
         """
-        step, tensors = request
+        step, tensors, probes = request
         async with asyncio.timeout(timeout):
+            if self._base and self._base_written is None:
+                self._base_written = await write_base(self._store, self._base)
             reserved: events_pb2.ReserveVersionResponse = await rpc.call(
                 self._stub.ReserveVersion,
                 events_pb2.ReserveVersionRequest(incarnation=self._incarnation, step=step), RPC_TIMEOUT_S)
             version = await write_version(
                 self._store, run=self._context.run.run.name, number=reserved.number, step=step, incarnation=self._incarnation,
-                tensors=tensors, files=self._files)
-            return version, weights_hash((await read_manifest(self._store, version)).tensors)
+                tensors=tensors, files=self._files, base=self._base_written, probes=probes,
+                parent=self._chain.parent if self._chain else None)
+            return version, await read_manifest(self._store, version)

@@ -18,8 +18,8 @@ from slipstream.service import launch_environment
 
 # What a fork keeps: other weights or other batches would not go on from the checkpoint.
 KEPT = (
-    "model.path", "model.gguf_file", "model.build", "model.dtype", "schedule.groups_per_batch", "schedule.group_size",
-    "schedule.mode")
+    "model.path", "model.gguf_file", "model.build", "model.dtype", "model.lora", "schedule.groups_per_batch",
+    "schedule.group_size", "schedule.mode")
 
 
 def replay(run: str, to: int | None) -> int:

@@ -90,6 +90,8 @@ def packages(run: RunFile) -> None:
     needed = [("torch", "torch"), ("transformers", "torch"), ("safetensors", "torch")]
     if run.model.gguf_file:
         needed.append(("gguf", "gguf"))
+    if run.model.lora:
+        needed.append(("peft", "lora"))
     if run.objects_url.startswith("s3://"):
         needed.append(("aiobotocore", "s3"))
     if run.rollout.engine == "vllm":
