@@ -5,6 +5,7 @@ What a table says against itself is refused here; what two tables say against ea
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -239,8 +240,8 @@ class Algorithm(Section):
         if self.policy_loss == "gspo" and (self.advantage == "gae" or self.credit != "sample"):
             field = "advantage = gae" if self.advantage == "gae" else f"credit = {self.credit}"
             raise ValueError(
-                f"policy_loss = gspo with {field}: its ratio is one for the whole row, and tokens of a row would have different "
-                "advantages; set policy_loss = gspo_token")
+                f"policy_loss = gspo with {field}: its ratio is one for the whole row, and tokens of a row would have "
+                "different advantages; set policy_loss = gspo_token")
         if self.credit == "token" and self.advantage not in ("gae", "reinforce_pp"):
             raise ValueError(
                 f"credit = token with advantage = {self.advantage}: token t of one answer cannot be compared with token t of "
@@ -250,8 +251,8 @@ class Algorithm(Section):
         for name, neutral in (("gamma", 1.0), ("gae_lambda", 1.0), ("whiten", True)):
             if getattr(self, name) != neutral:
                 raise ValueError(
-                    f"{name} = {getattr(self, name)} with advantage = {self.advantage}: only gae, with a critic, has a use for it; "
-                    "remove it, or set advantage = gae")
+                    f"{name} = {getattr(self, name)} with advantage = {self.advantage}: only gae, with a critic, has a use for "
+                    "it; remove it, or set advantage = gae")
 
 
 class Critic(Section):
@@ -260,7 +261,7 @@ class Critic(Section):
     )
     learning_rate: float = Field(default=1e-5, gt=0, description="AdamW learning rate; betas, eps and decay are the trainer's.")
     clip: float | None = Field(
-        default=0.5, gt=0, description="Values move at most this far from those before the step, or lose their gradient; none = off."
+        default=0.5, gt=0, description="A value that moved further from that before the step loses its gradient; none = off."
     )
     updates: PositiveInt = Field(default=1, description="Optimizer steps of the critic on each batch.")
     warmup_steps: int = Field(default=0, ge=0, description="First steps of the run in which only the critic learns.")
@@ -286,6 +287,10 @@ class Trainer(Section):
         default=8192, description="Positions whose logits are held at a time; more are computed twice, in chunks."
     )
     publish_every: PositiveInt = Field(default=1, description="Steps between policy versions.")
+    full_every: PositiveInt = Field(
+        default=16, description="Versions from one complete to the next; between them, 16-bit weights that changed little are "
+        "written as patches; 1 = all complete."
+    )
     checkpoint_every: PositiveInt = Field(default=10, description="Steps between checkpoints.")
     keep_checkpoints: PositiveInt = Field(default=2, description="Complete checkpoints kept.")
     nonfinite_limit: PositiveInt = Field(
@@ -293,6 +298,48 @@ class Trainer(Section):
     )
     threads: int = Field(default=1, ge=0, description="CPU threads of torch; 0 = all.")
     warmup: Warmup = Warmup()
+
+
+class Vllm(Section):
+    """The vLLM engine, rollout.engine = "vllm"; see docs/guides/engines.md."""
+
+    kv_cache_bytes: int = Field(
+        default=0, ge=0, description="Memory for keys and values; 0 = room for every slot on a CPU, what is left on a GPU."
+    )
+    block_size: int = Field(default=0, ge=0, description="Tokens of a cache block; 0 = 32 on a CPU, the engine's own on a GPU.")
+    enforce_eager: bool | None = Field(default=None, description="Run without graphs and compilation; default: on a CPU.")
+    tensor_parallel: PositiveInt = Field(default=1, description="Devices that share each layer's matrices.")
+    data_parallel: PositiveInt = Field(default=1, description="Replicas of attention inside one engine.")
+    data_parallel_local: int = Field(
+        default=0, ge=0, description="Replicas on this node; 0 = all. Fewer make an engine of several nodes: its leader serves."
+    )
+    expert_parallel: bool = Field(default=False, description="Spread whole experts over tensor_parallel × data_parallel devices.")
+    all2all: Literal[
+        "", "allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency", "deepep_v2", "nixl_ep"
+    ] = Field(default="", description="Token exchange of expert parallelism; empty = the engine's own choice.")
+    fabric: Literal["nvlink", "infiniband", "efa", "efa-gda"] = Field(
+        default="nvlink", description="What connects the devices: sets the variables that DeepEP and NCCL need there."
+    )
+    sampling: dict[str, float] = Field(
+        default_factory=dict, description="Further sampling parameters by vLLM's names, such as top_p; see biased_sampling."
+    )
+    biased_sampling: tuple[str, ...] = Field(
+        default=(), description="Keys of `sampling` that are meant although the trainer cannot undo what they do."
+    )
+    engine_args: dict[str, Any] = Field(default_factory=dict, description="Further engine arguments by vLLM's names.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Vllm:
+        if biased := sorted(set(self.sampling) - set(self.biased_sampling)):
+            raise ValueError(
+                f"sampling.{biased[0]} = {self.sampling[biased[0]]:g} makes the sampler's distribution another than the "
+                f"trainer's; remove it, or name it in biased_sampling = [{json.dumps(biased[0])}]")
+        if self.all2all and not self.expert_parallel:
+            raise ValueError(f"all2all = {self.all2all} with expert_parallel = false: no tokens are exchanged; set it to true")
+        if self.data_parallel_local > self.data_parallel:
+            raise ValueError(
+                f"data_parallel_local = {self.data_parallel_local} exceeds data_parallel = {self.data_parallel}; lower it")
+        return self
 
 
 class Rollout(Section):
@@ -309,6 +356,10 @@ class Rollout(Section):
     lease_s: Seconds = Field(default=60, description="Life of a lease without a heartbeat.")
     heartbeat_s: Seconds = Field(default=15, description="Interval of heartbeats.")
     threads: int = Field(default=1, ge=0, description="CPU threads of torch; 0 = all.")
+    python: str = Field(
+        default="", description="Interpreter of rollout workers; empty = this one, or .venv-vllm/bin/python for vllm if there is one."
+    )
+    vllm: Vllm = Vllm()
 
 
 class Alarms(Section):

@@ -158,7 +158,7 @@ async def test_a_tensor_that_contradicts_itself_is_not_written(store, tensor, sa
 
 async def test_neighbours_are_fetched_together_up_to_a_bound(store, monkeypatch):
     """Small tensors share a read; none exceeds the bound by more than one tensor; results keep the manifest's order."""
-    monkeypatch.setattr("slipstream.manifest.READ_BYTES", 100)
+    monkeypatch.setattr("slipstream.tensors.READ_BYTES", 100)
     version = await publish(store, tensors=[RawTensor(f"t{i:02d}", "U8", (30,), bytes([i]) * 30) for i in range(20)])
     sizes, get = [], store.get
 
