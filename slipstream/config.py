@@ -193,6 +193,7 @@ class RunFile(Section):
 
     @property
     def objects_url(self) -> str:
+        data["rollout"].pop("python")
         return self.objects.url or f"file://{self.folder / 'objects'}"
 
     @property

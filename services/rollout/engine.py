@@ -82,6 +82,11 @@ class Engine(Protocol):
         ...
 
     @property
+    @property
+    def active(self) -> int:
+        """Sequences that are being decoded."""
+        ...
+
     def generated_tokens(self) -> int:
         """Tokens generated since start."""
         ...

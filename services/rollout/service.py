@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+import importlib.util
+import sys
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from services.rollout.engine import Engine, Generation, Request
-from services.rollout.torch_engine import TorchEngine
 from services.rollout.worker import RolloutWorker
 from slipstream import environment, rpc
+from slipstream.config import RunFile
 from slipstream.errors import ConfigError, InvalidInput
 from slipstream.lifecycle import CLOSE
 from slipstream.protos.rollout.v1 import rollout_pb2 as pb
@@ -45,15 +47,13 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 async def start(context: ServiceContext) -> None:
     """Open the environments, serve, start the loops. Raises ConfigError for an environment or engine that cannot be used."""
     run, metrics = context.run, RolloutMetrics(context.registry)
-    if run.rollout.engine != "torch":
-        raise ConfigError(f"rollout.engine = {run.rollout.engine!r} is not built in yet; set it to 'torch'")
     stack = contextlib.AsyncExitStack()
     context.lifecycle.on_stop(CLOSE, stack.aclose, "environments")
     environments = {
         settings.name: await stack.enter_async_context(environment.connect(
             settings, context.waits, context.clock, context.credentials))
         for settings in run.environments}
-    engine = TorchEngine(run, metrics.decode_seconds.observe)
+    engine = engine_of(run, metrics.decode_seconds.observe)
     worker = RolloutWorker(context, engine, environments, metrics)
     await context.serve([(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, RolloutServicer(engine, worker))])
     context.judge_progress(
@@ -63,7 +63,28 @@ async def start(context: ServiceContext) -> None:
     context.lifecycle.spawn("engine metrics", _watch_engine(context, engine, metrics))
 
 
-async def _watch_engine(context: ServiceContext, engine: TorchEngine, metrics: RolloutMetrics) -> None:
+def engine_of(run: RunFile, observe: Callable[[float], None] | None = None) -> Engine:
+    """The engine that the run file asks for; only its own packages are imported. Raises ConfigError when they are missing."""
+    if run.rollout.engine == "vllm":
+        _need(run, "vllm")
+        from services.rollout.vllm_engine import VllmEngine
+
+        return VllmEngine(run, observe)
+    _need(run, "torch", "transformers")
+    from services.rollout.torch_engine import TorchEngine
+
+    return TorchEngine(run, observe)
+
+
+def _need(run: RunFile, *packages: str) -> None:
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"rollout.engine = {run.rollout.engine!r}: {sys.executable} has no package {package}; start the worker with "
+                "the interpreter of an environment that has it, see docs/guides/engines.md")
+
+
+async def _watch_engine(context: ServiceContext, engine: Engine, metrics: RolloutMetrics) -> None:
     """Keep tokens and slots up to date for metrics and status."""
     counted = 0
     while True:

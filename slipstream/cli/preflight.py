@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream import auth_credentials
+from slipstream.cli import interpreters
 from slipstream.config import Environment, RunFile
 from slipstream.errors import ConfigError
 from slipstream.service import SERVICES
@@ -94,11 +95,10 @@ def packages(run: RunFile) -> None:
         needed.append(("peft", "lora"))
     if run.objects_url.startswith("s3://"):
         needed.append(("aiobotocore", "s3"))
-    if run.rollout.engine == "vllm":
-        needed.append(("vllm", "vllm"))
     for package, extra in needed:
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"{package} is not installed: pip install 'slipstream[{extra}]'")
+    interpreters.check(run)
 
 
 async def redis(run: RunFile) -> None:

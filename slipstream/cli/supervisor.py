@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.cli import embedded_redis, guard
+from slipstream.cli.interpreters import interpreter
 from slipstream.cli.processes import CONFIGURATION_ERROR, FENCED, Command, Death, Limits, Process
 from slipstream.cli.run_folder import RunFolder, RunLock, write_json
 from slipstream.cli.stall import LOOK_S, StallWatch
@@ -85,7 +86,7 @@ class Supervisor:
         return commands
 
     def _service(self, service: str, instance: str, *more: str) -> Command:
-        argv = [sys.executable, "-m", f"{self._prefix}.{service}", "--run-file", str(self.folder.run_file),
+        argv = [interpreter(self.run_file, service), "-m", f"{self._prefix}.{service}", "--run-file", str(self.folder.run_file),
                 "--instance", instance, "--buffer", self.run_file.service.buffer_address, *more]
         return Command(instance, service, argv, self.folder.log(instance), self.folder.services / f"{instance}.json")
 
