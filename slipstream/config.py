@@ -141,32 +141,6 @@ class RunFile(Section):
             return
         if self.algorithm.kl != "none" and not self.algorithm.reference and self.trainer.warmup.steps:
             raise ValueError(
-                f"trainer.warmup.steps = {self.trainer.warmup.steps} with model.lora and algorithm.kl = {self.algorithm.kl}: the "
-                "reference would be the base, as it was before the warm-up; set algorithm.reference, or warmup.steps = 0")
-        if self.algorithm.advantage == "gae":
-            raise ValueError(
-                "model.lora with algorithm.advantage = gae: the critic starts from the policy's weights and is trained whole, which "
-                "an adapter is there to avoid; set another algorithm.advantage, such as grpo")
-
-    def _adapter_has_a_base(self) -> None:
-        """Raise when something needs the weights of step 0, which an adapter run does not have in one piece."""
-        if self.model.lora is None:
-            return
-        if self.algorithm.kl != "none" and not self.algorithm.reference and self.trainer.warmup.steps:
-            raise ValueError(
-                f"trainer.warmup.steps = {self.trainer.warmup.steps} with model.lora and algorithm.kl = {self.algorithm.kl}: the "
-                "reference would be the base, as it was before the warm-up; set algorithm.reference, or warmup.steps = 0")
-        if self.algorithm.advantage == "gae":
-            raise ValueError(
-                "model.lora with algorithm.advantage = gae: the critic starts from the policy's weights and is trained whole, which "
-                "an adapter is there to avoid; set another algorithm.advantage, such as grpo")
-
-    def _adapter_has_a_base(self) -> None:
-        """Raise when something needs the weights of step 0, which an adapter run does not have in one piece."""
-        if self.model.lora is None:
-            return
-        if self.algorithm.kl != "none" and not self.algorithm.reference and self.trainer.warmup.steps:
-            raise ValueError(
                 f"trainer.warmup.steps = {self.trainer.warmup.steps} with model.lora and algorithm.kl = {self.algorithm.kl}: "
                 "the reference would be the base, as before the warm-up; set algorithm.reference, or warmup.steps = 0")
         if self.algorithm.advantage == "gae":
