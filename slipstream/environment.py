@@ -249,11 +249,13 @@ async def describe(settings: config.Environment, credentials: Credentials | None
 
 def serve(
     environment: Environment, host: str = "127.0.0.1", port: int = 0, name: str = "", credentials: Credentials | None = None,
+    health_port: int = 0, metrics_port: int = 0,
 ) -> None:
     """Serve an environment over gRPC until SIGTERM or Ctrl-C; prints the address. port 0 = a free one.
 
+    `health_port` and `metrics_port` (0 = none) serve health in plaintext, for probes, and Prometheus metrics.
     For a server inside a running event loop use slipstream.environments.server.EnvironmentServer.
     """
     from slipstream.environments import server  # after this module: the server is built from its types
 
-    server.run(environment, host, port, name, credentials)
+    server.run(environment, host, port, name, credentials, health_port, metrics_port)

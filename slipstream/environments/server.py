@@ -15,8 +15,9 @@ import sys
 from typing import Any, Self
 
 import grpc
+from prometheus_client import CollectorRegistry
 
-from slipstream import logs, rpc
+from slipstream import logs, rpc, telemetry
 from slipstream.auth_credentials import Credentials
 from slipstream.environment import Environment
 from slipstream.environments import wire
@@ -78,8 +79,9 @@ class EnvironmentServer:
 
     def __init__(
         self, environment: Environment, host: str = "127.0.0.1", port: int = 0, name: str = "", idle_s: float = IDLE_S,
-        clock: Clock | None = None, credentials: Credentials | None = None,
+        clock: Clock | None = None, credentials: Credentials | None = None, health_port: int = 0, metrics_port: int = 0,
     ) -> None:
+        """`health_port`: health in plaintext, for probes; `metrics_port`: Prometheus. 0 = none of either."""
         clock = clock or SystemClock()
         self.episodes = Episodes(environment, name, idle_s, clock.monotonic)
         if not (credentials is not None and credentials.secure) and not rpc.is_loopback(f"{host}:{port}"):
@@ -88,7 +90,17 @@ class EnvironmentServer:
         self._server = rpc.Server(host, port, [
             (environment_pb2_grpc.add_EnvironmentServiceServicer_to_server, EnvironmentServicer(self.episodes)),
             (status_pb2_grpc.add_StatusServiceServicer_to_server, StatusServicer(self.episodes, clock)),
-        ], public=True, credentials=credentials)
+        ], public=True, credentials=credentials, health_port=health_port, observe=self._metrics(host, metrics_port))
+
+    def _metrics(self, host: str, port: int) -> rpc.Observe | None:
+        """Serve metrics on this port; what is to be told of each call."""
+        if not port:
+            return None
+        registry = CollectorRegistry()
+        telemetry.EnvironmentMetrics(registry).episodes.set_function(self.episodes.__len__)
+        process = telemetry.ProcessMetrics(registry, "environment")
+        telemetry.serve(registry, port, host)
+        return process.observe_rpc
 
     @property
     def address(self) -> str:
@@ -107,6 +119,7 @@ class EnvironmentServer:
 
 def run(
     environment: Environment, host: str = "127.0.0.1", port: int = 0, name: str = "", credentials: Credentials | None = None,
+    health_port: int = 0, metrics_port: int = 0,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C: the calls in flight may end, then the process does. A second signal ends it at once."""
 
@@ -121,7 +134,9 @@ def run(
 
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stop)
-        async with EnvironmentServer(environment, host, port, name, credentials=credentials) as server:
+        async with EnvironmentServer(
+                environment, host, port, name, credentials=credentials, health_port=health_port,
+                metrics_port=metrics_port) as server:
             d = server.episodes.description
             tasks = f"{d.tasks} tasks" if d.tasks else "a task for every index"
             scored = f"scorer {d.scorer}" if d.scorer else "gives rewards itself"
