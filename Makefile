@@ -38,6 +38,17 @@ test-fast: $(VENV)/.test  ## the tests that take under a minute together
 test-planted: $(VENV)/.test  ## plant known faults in a copy of the code, one at a time: the tests catch each (two minutes)
 	$(BIN)/python -m pytest -m '' tests/planted
 
+$(VENV)/.charts: $(VENV)/.test
+	@$(PIP) -e '.[charts]'
+	@$(BIN)/python tools/fetch_chart_tools.py
+	@touch $@
+
+test-charts: $(VENV)/.charts  ## Helm charts and images: render, validate, install on a stand-in API server, lint (a minute)
+	$(BIN)/python -m pytest -m '' tests/charts
+
+images:  ## container images of all services, with docker, podman or buildah; see docs/eks.md for REGISTRY, TAG and EXTRA
+	tools/build_images.sh
+
 lint: $(VENV)/.test  ## ruff, pyright, import contracts, generated files
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
@@ -71,4 +82,4 @@ clean:  ## remove the environment, caches and runs
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-.PHONY: demo test test-deps test-fast test-planted lint protos docs bench chaos chaos-short clean help
+.PHONY: demo test test-deps test-fast test-planted test-charts images lint protos docs bench chaos chaos-short clean help

@@ -179,13 +179,16 @@ def env_serve(
     name: Annotated[str, typer.Option(help="Name that Describe tells; default: the class's.")] = "",
     tls_dir: Annotated[str, typer.Option("--tls-dir", help="Folder of certificates; without, plaintext for everybody.")] = "",
     run: Annotated[str, typer.Option("--run", metavar="NAME", help="With certificates of one run only: its name.")] = "",
+    health_port: Annotated[int, typer.Option(min=0, max=65535, help="Plaintext port for probes; 0 = none.")] = 0,
+    metrics_port: Annotated[int, typer.Option(min=0, max=65535, help="Prometheus port; 0 = none.")] = 0,
     debug: Debug = False,
 ) -> None:
     """Serve an environment over gRPC until Ctrl-C."""
     from slipstream import environment
     from slipstream.cli.environments import arguments, proven
     environment.serve(
-        environment.load(entry, arguments(arg or []), "MODULE:CLASS"), host, port, name, proven(tls_dir, "environment", run))
+        environment.load(entry, arguments(arg or []), "MODULE:CLASS"), host, port, name, proven(tls_dir, "environment", run),
+        health_port, metrics_port)
 
 
 @env.command("check")
