@@ -145,8 +145,8 @@ class RunFile(Section):
                 "the reference would be the base, as before the warm-up; set algorithm.reference, or warmup.steps = 0")
         if self.algorithm.advantage == "gae":
             raise ValueError(
-                "model.lora with algorithm.advantage = gae: the critic is a second model, trained whole, which an adapter is there "
-                "to avoid; set another algorithm.advantage, such as grpo")
+                "model.lora with algorithm.advantage = gae: the critic is a second model, trained whole, which an adapter is "
+                "there to avoid; set another algorithm.advantage, such as grpo")
 
     @property
     def batch_bytes_estimate(self) -> int:
