@@ -307,7 +307,8 @@ class Player:
             self.failures, self.failure = self.failures + 1, reason
             if self.failures <= LOGGED_FAILURES or not self.failures & (self.failures - 1):
                 log.warning(
-                    "episode failed", failure=logs.Content(reason), draw=running.key[1], sample=running.key[2], task=running.task.index,
+                    "episode failed", failure=logs.Content(reason), draw=running.key[1], sample=running.key[2],
+                    task=running.task.index,
                     failed_in_a_row=self.failures)
             self._finished(running.key, SubmittedSample(lease=running.lease.lease, failure=reason[:500]))
 

@@ -169,6 +169,24 @@ def token(
     raise typer.Exit(certificates.token(secret_file, role, name, ttl, calls_per_minute, bytes_per_minute))
 
 
+@app.command()
+def doctor(
+    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="Run file, as the service is given it.")],
+    set_: Annotated[list[str] | None, typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override a setting. Repeatable.")] = None,
+    role: Annotated[list[str] | None, typer.Option(
+        "--role", help="Check what this role needs; default: every role the folder has. Repeatable.")] = None,
+    tls_dir: Annotated[str, typer.Option("--tls-dir", help="As given to the service.")] = "",
+    secret_file: Annotated[str, typer.Option("--secret-file", help="As given to the service.")] = "",
+    expect_hash: Annotated[str, typer.Option("--expect-hash", help="Run-file hash of the others, to compare with.")] = "",
+    debug: Debug = False,
+) -> None:
+    """Check certificates, secrets, plaintext, Redis, the object store and the run file: one line each, with the remedy."""
+    from slipstream.cli import doctor as command
+    raise typer.Exit(command.doctor(
+        run_file, set_ or [], command.Given(tuple(role or ()), tls_dir, secret_file, expect_hash)))
+
+
 @env.command("serve")
 def env_serve(
     entry: Annotated[str, typer.Argument(metavar="MODULE:CLASS", help="The environment's class.")],
