@@ -196,6 +196,10 @@ class Algorithm(Section):
         default=0, ge=0, description="Tokens before rollout.max_new_tokens in which the reward falls by up to 1; 0 = off."
     )
     mask_truncated: bool = Field(default=False, description="Leave out answers cut off by the token limit, of counts too.")
+    balance_coefficient: float = Field(
+        default=0.0, ge=0, description="Factor of the routers' load-balancing loss, with counts of the whole step; 0 = off."
+    )
+    router_z_coefficient: float = Field(default=0.0, ge=0, description="Factor of the routers' z-loss; 0 = off.")
     route_replay: Literal["auto", "sampler", "none"] = Field(
         default="auto", description="Train with the sampler's experts: where samples carry them (auto), always, or never."
     )

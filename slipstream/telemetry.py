@@ -39,6 +39,8 @@ _OF_STEP = (
     ("expert_load_max", "expert_load_max", "Tokens of a layer's busiest expert over the mean, in the worst layer."),
     ("expert_load_mean", "expert_load_mean", "Tokens of a layer's busiest expert over the mean, mean of the layers."),
     ("dead_experts", "dead_experts", "Experts that got no token in the step, summed over layers."),
+    ("balance_loss", "balance_loss", "The routers' load-balancing loss: experts per token is balance, experts is collapse."),
+    ("router_z_loss", "router_z_loss", "The routers' z-loss."),
     ("value_loss", "value_loss", "Loss of the critic's last update."),
     ("explained_variance", "explained_variance", "Share of the variance of returns that the critic foresaw: 1 is all."),
     ("critic_grad_norm", "critic_grad_norm", "Gradient norm of the critic's last update before clipping."),

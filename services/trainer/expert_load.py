@@ -27,6 +27,11 @@ class ExpertLoad:
         for layer, experts in enumerate(self._layers):
             experts.register_forward_pre_hook(self._hook(layer), with_kwargs=True)
 
+    @property
+    def layers(self) -> int:
+        """L."""
+        return len(self._layers)
+
     def begin(self) -> None:
         """A step begins."""
         self._counts_E = [

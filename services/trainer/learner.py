@@ -16,7 +16,9 @@ import torch
 
 from services.trainer import adapters, diagnostics, nonfinite
 from services.trainer.algorithms.objective import LossInputs, Objective
+from services.trainer.balance import Balance
 from services.trainer.critic import Critic
+from services.trainer.expert_load import ExpertLoad
 from services.trainer.logprobs import chunked, output_head
 from services.trainer.optimizer import NonFinite, adamw, clipped_step, set_learning_rate
 from services.trainer.packing import (
@@ -59,6 +61,8 @@ class Learner:
         self.objective = Objective(run.algorithm, run.rollout.max_new_tokens)
         self._policy = _Scorer(self.model, run.trainer.logit_rows)
         self._routes = RoutePolicy(self.model, run)
+        self._load = ExpertLoad(self.model)
+        self._balance = Balance(self.model, run.algorithm, self._load)
         self._reference: adapters.Score | None = None
         self.critic = Critic(run) if run.algorithm.advantage == "gae" else None
         self.skip: nonfinite.Skip | None = None  # of the last step
@@ -78,11 +82,14 @@ class Learner:
         batches = [] if warming else microbatches(rows, self.run.trainer.tokens_per_microbatch)
         loss, entropies, ratios, grad_norm = 0.0, [], [], 0.0
         self._routes.begin(batches, step)
+        self._balance.begin(batches, self.forward)
+        self._load.begin()
         for batch in batches:
-            logprobs_M, entropy_M = self.forward(batch, bool(self.run.algorithm.entropy_coefficient))
+            with self._load.counting(batch), self._balance.watching():
+                logprobs_M, entropy_M = self.forward(batch, bool(self.run.algorithm.entropy_coefficient))
             self._routes.examine(batch, logprobs_M, lambda b=batch: self.forward(replace(b, routes=None))[0])
             inputs = _loss_inputs(batch, logprobs_M, entropy_M)
-            share = self.objective.loss(inputs)
+            share = self.objective.loss(inputs) + self._balance.part(batch)
             share.backward()
             loss += share.item()
             entropies.append(entropy_M.detach().numpy())
@@ -100,7 +107,7 @@ class Learner:
             **diagnostics.divergence(
                 _joined(ratios), _joined([b.advantages for b in batches]), _joined([b.fresh for b in batches], bool),
                 self.run.algorithm.clip_low, self.run.algorithm.clip_high),
-            **self._routes.metrics(), **learnt,
+            **self._routes.metrics(), **self._load.metrics(), **self._balance.metrics(), **learnt,
             "loss": loss, "grad_norm": grad_norm, "trained_tokens": sum(len(row.index) for row in rows),
             "microbatches": len(batches), "entropy": float(_joined(entropies).mean()) if batches else 0.0,
             "learning_rate": self.optimizer.param_groups[0]["lr"], "skipped": 0,
@@ -108,7 +115,9 @@ class Learner:
 
     def _loss(self, batch: Microbatch) -> torch.Tensor:
         """A micro-batch's part of the step's loss, alone."""
-        return self.objective.loss(_loss_inputs(batch, *self.forward(batch, bool(self.run.algorithm.entropy_coefficient))))
+        with self._balance.watching():
+            found = self.forward(batch, bool(self.run.algorithm.entropy_coefficient))
+        return self.objective.loss(_loss_inputs(batch, *found)) + self._balance.part(batch)
 
     def _skipped(self, groups: Sequence[Group], step: int, skip: nonfinite.Skip) -> Metrics:
         """Metrics of a step of which nothing was applied: those of a batch without signal."""
@@ -265,10 +274,11 @@ def batch_metrics(groups: Sequence[Group], step: int) -> Metrics:
     samples = [m for g in groups for m in g.members]
     rewards = [m.reward for m in samples]
     lags = lag_histogram(groups, step)
-    generated = sum(lags.values())
+    generated, silent = sum(lags.values()), without_signal(groups)
     return {
         "reward_mean": statistics.fmean(rewards) if rewards else 0.0,
-        "groups": len(groups), "samples": len(samples), "groups_without_signal": without_signal(groups),
+        "groups": len(groups), "samples": len(samples), "groups_without_signal": silent,
+        "without_signal_share": silent / len(groups) if groups else None,
         "tokens": sum(m.sample.tokens for m in samples), "generated_tokens": generated,
         "lag_mean": sum(lag * n for lag, n in lags.items()) / max(generated, 1), "lag_max": max(lags, default=0),
         "lags": {str(lag): lags[lag] for lag in sorted(lags)},
