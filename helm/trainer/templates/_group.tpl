@@ -1,5 +1,6 @@
 {{/* How a pod of the group starts: torchrun with a static rendezvous as soon as there is more than one process. Nothing is
-     restarted inside: when a rank dies, torchrun ends, the pod restarts and the LeaderWorkerSet recreates the group. */}}
+     restarted inside: when a rank dies, torchrun ends, the pod restarts and the LeaderWorkerSet recreates the group. torchrun kills
+     its ranks TORCH_ELASTIC_SHUTDOWN_TIMEOUT after a SIGTERM, so it is told the pod's grace. */}}
 {{- define "trainer.command" -}}
 {{- $v := .Values -}}
 {{- if gt (mul $v.nodes $v.processesPerNode) 1 }}
@@ -51,6 +52,7 @@
 {{- $v := $root.Values -}}
 {{- $shm := ne (toString $v.shmSize) "0" -}}
 {{- include "common.pod" (dict "root" $root "probes" .probes "args" (list "--stay")
+      "env" (dict "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" (sub (int $v.drain.graceSeconds) 15 | toString))
       "command" (include "trainer.command" $root | fromYamlArray)
       "resources" (include "trainer.resources" $root | fromYaml)
       "affinity" (include "trainer.affinity" $root | fromYaml)
