@@ -42,8 +42,9 @@ _TABLE = (
     ("reward.v1.RewardService", "ScoreTranscripts", "rollout reward client cli"),
     ("trainer.v1.TrainerService", "GetProgress", _OWN),
     ("trainer.v1.TrainerService", "RequestCheckpoint", "cli"),
-    ("environment.v1.EnvironmentService", "Describe", "rollout buffer cli"),
-    ("environment.v1.EnvironmentService", "Reset Step Close", "rollout cli"),
+    ("environment.v1.EnvironmentService", "Describe", "rollout trainer buffer cli"),
+    ("environment.v1.EnvironmentService", "Reset Close", "rollout trainer cli"),  # the trainer's warm-up asks for answers
+    ("environment.v1.EnvironmentService", "Step", "rollout cli"),
     ("types.v1.StatusService", "GetStatus", _OWN),
 )
 ALLOWED: dict[str, frozenset[str]] = {

@@ -128,7 +128,8 @@ class TrainerLoop:
             self.learner = await self._in_torch(Learner, self.settings)
             await self._in_torch(self._prove)
         if loaded is None:
-            await warm_up(self.learner, self.settings, self.waits, self._in_torch, self.stopping)
+            await warm_up(
+                self.learner, self.settings, self.waits, self._in_torch, self.stopping, self.context.credentials)
         else:
             header, snapshot = loaded
             await self._in_torch(self.learner.load, snapshot)

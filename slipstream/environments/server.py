@@ -3,7 +3,7 @@
 consumes: lists of resets and steps        produces: one status and observation per item
 waits for: user code                       unblocked by: its return, or GRACE_S before the caller's deadline
 
-With certificates only rollout workers, the buffer and the person who runs it may call; without, calls are plaintext and carry
+With certificates only the services of a run and the person who runs it may call; without, calls are plaintext and carry
 no token: whoever reaches the address may call.
 """
 

@@ -44,10 +44,10 @@ MATRIX = """
     reward.v1.RewardService/ScoreTranscripts       x      x       .      .         .        x     x
     trainer.v1.TrainerService/GetProgress          x      x       x      x         .        .     x
     trainer.v1.TrainerService/RequestCheckpoint    .      .       .      .         .        .     x
-    environment.v1.EnvironmentService/Describe     x      .       .      x         .        .     x
-    environment.v1.EnvironmentService/Reset        x      .       .      .         .        .     x
+    environment.v1.EnvironmentService/Describe     x      .       x      x         .        .     x
+    environment.v1.EnvironmentService/Reset        x      .       x      .         .        .     x
     environment.v1.EnvironmentService/Step         x      .       .      .         .        .     x
-    environment.v1.EnvironmentService/Close        x      .       .      .         .        .     x
+    environment.v1.EnvironmentService/Close        x      .       x      .         .        .     x
     types.v1.StatusService/GetStatus               x      x       x      x         .        .     x
 """
 
