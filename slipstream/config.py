@@ -118,12 +118,12 @@ class RunFile(Section):
         if self.algorithm.advantage != "gae":
             if other := next((name for name, value in self.critic if value != getattr(Critic(), name)), None):
                 raise ValueError(
-                    f"critic.{other} = {getattr(self.critic, other)} with algorithm.advantage = {self.algorithm.advantage}: there "
-                    "is no critic; remove the table, or set algorithm.advantage = gae")
+                    f"critic.{other} = {getattr(self.critic, other)} with algorithm.advantage = {self.algorithm.advantage}: "
+                    "there is no critic; remove the table, or set algorithm.advantage = gae")
         elif self.schedule.resample_no_signal:
             raise ValueError(
-                f"schedule.resample_no_signal = {self.schedule.resample_no_signal} with algorithm.advantage = gae: a critic learns "
-                "from groups with equal rewards, too; remove the former")
+                f"schedule.resample_no_signal = {self.schedule.resample_no_signal} with algorithm.advantage = gae: a critic "
+                "learns from groups with equal rewards, too; remove the former")
 
     def _pinned_is_free_of_chance(self) -> None:
         """Raise when a setting would make the batches of a pinned schedule depend on time or on rewards."""
@@ -167,7 +167,6 @@ class RunFile(Section):
 
     @property
     def objects_url(self) -> str:
-        data["rollout"].pop("python")
         return self.objects.url or f"file://{self.folder / 'objects'}"
 
     @property
@@ -180,6 +179,7 @@ class RunFile(Section):
         data.pop("security")
         for section in ("rollout", "reward"):
             data[section].pop("workers")
+        data["rollout"].pop("python")
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 

@@ -52,6 +52,8 @@ class Episode:
         self._rendered = ""  # text that the open segment stands for, in a conversation of messages
         self._prompt = NO_TOKENS  # of the next call; that of a first call is shared by the group, read-only
         self._fresh = True  # the next call opens a segment
+        self._calls: list[tuple[int, int]] = []  # of each model call: segment and tokens
+        self._told = False  # whether the segments say whose tokens they are: the runs of the mask do not
         self._resumed = 0  # tokens of this call that an earlier attempt generated
 
     @property
@@ -104,6 +106,9 @@ class Episode:
         segment.tokens, segment.loss_mask = np.concatenate([self._prompt, generation.tokens]), loss_mask
         segment.logprobs = np.concatenate([segment.logprobs, generation.logprobs]) if known else generation.logprobs
         segment.spans = _joined(segment.spans, generation.spans)
+        self._calls.append((len(self.segments) - 1, self._resumed + new))
+        apart = new and (not known or size > known)  # a run of tokens of its own, as nearly all are
+        self._told |= self.turn > 0 and not apart
         if generation.routes is not None:
             first = segment.routes if segment.routes is not None else generation.routes[:0]
             segment.routes = np.concatenate([first, generation.routes[len(first) :]])
@@ -130,6 +135,9 @@ class Episode:
             self.components[name] = self.components.get(name, 0.0) + value
 
     def sample(self) -> Sample:
+        if self._told:
+            for i, segment in enumerate(self.segments):
+                segment.turns = tuple((turn, tokens) for turn, (at, tokens) in enumerate(self._calls) if at == i)
         return Sample(self.segments, self.finish_reason)
 
     def partial(self, generation: Generation) -> bytes:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+import numpy as np
 
 from services.trainer.packing import Group, Member
 from services.trainer.records import AuditEntry
@@ -25,7 +26,7 @@ from slipstream.lifecycle import Clock, Waits
 from slipstream.objects import ObjectStore
 from slipstream.protos.buffer.v1 import batches_pb2
 from slipstream.protos.types.v1 import sample_pb2, tensor_pb2
-from slipstream.sample import Segment, array, crc32c, decode, reward_of
+from slipstream.sample import Sample, Segment, array, crc32c, decode, reward_of, turn_numbers
 
 POLL_S = 10.0
 # An answer without a batch may come at once (checkpoint_now): ask again a little later.
@@ -56,9 +57,11 @@ class BatchReader:
 
     def __init__(
         self, stub: Any, clock: Clock, waits: Waits, checkpoint_now: Callable[[], object], routes: ObjectStore | None = None,
+        credit: str = "sample",
     ) -> None:
-        """`routes`: the store that routes by reference are fetched from; None leaves them out."""
+        """`routes`: the store that routes by reference are fetched from; None leaves them out. `credit`: algorithm.credit."""
         self._stub, self._clock, self._waits, self._checkpoint_now, self._routes = stub, clock, waits, checkpoint_now, routes
+        self._credit = credit
 
     async def next(self, number: int, incarnation: int) -> TrainingBatch | None:
         """Batch `number`, or None when the run has no more. Raises Fenced, OutOfRange, InvalidInput."""
@@ -89,7 +92,7 @@ class BatchReader:
                 self._fetch, batches_pb2.ReadBatchRequest(batch=batch.batch), READ_TIMEOUT_S, self._waits,
                 f"batch {batch.batch}: bodies from the buffer", self._clock)
             try:
-                read = await asyncio.to_thread(assemble, batch, bodies)
+                read = await asyncio.to_thread(assemble, batch, bodies, self._credit)
                 if self._routes is not None:
                     await self._read_routes(read, self._routes)
                 return read
@@ -123,8 +126,11 @@ class BatchReader:
         return bodies
 
 
-def assemble(batch: batches_pb2.Batch, bodies: dict[Key, bytes]) -> TrainingBatch:
-    """Composition and bodies as groups. Raises InvalidInput when a body is missing, other than recorded, or malformed."""
+def assemble(batch: batches_pb2.Batch, bodies: dict[Key, bytes], credit: str = "sample") -> TrainingBatch:
+    """Composition and bodies as groups, rewards where `algorithm.credit` puts them.
+
+    Raises InvalidInput when a body is missing, other than recorded, or malformed.
+    """
     groups: list[Group] = []
     audit: list[AuditEntry] = []
     components: dict[str, list[float]] = {}
@@ -139,9 +145,11 @@ def assemble(batch: batches_pb2.Batch, bodies: dict[Key, bytes]) -> TrainingBatc
             crc = crc32c(body)
             if member.HasField("body") and crc != member.body.crc32c:
                 raise InvalidInput(f"{place} is not the one that was recorded", "BODY_CHECKSUM", batch=batch.batch)
-            if member.score.failure:
-                failures[member.score.failure[:200]] += 1
-            members.append(Member(key[2], decode(body), reward_of(member.score)))
+            sample = decode(body)
+            reward, rewards, failure = placed(member.score, sample, credit)
+            if failure:
+                failures[failure[:200]] += 1
+            members.append(Member(key[2], sample, reward, rewards))
             audit.append((key[1], key[2], crc, key[0], trained_crc32c(members[-1], wire.mask_below_step)))
             for name, value in member.score.components.items():
                 components.setdefault(name, []).append(value)
@@ -151,6 +159,39 @@ def assemble(batch: batches_pb2.Batch, bodies: dict[Key, bytes]) -> TrainingBatc
         drops[drop.reason] = drops.get(drop.reason, 0) + 1
     means = {name: sum(values) / len(values) for name, values in sorted(components.items())}
     return TrainingBatch(batch.batch, groups, audit, batch.ledger_sequence, drops, means, dict(failures))
+
+
+def placed(score: sample_pb2.Score, sample: Sample, credit: str) -> tuple[float, np.ndarray | None, str]:
+    """A sample's reward; its part of each generated token, segment by segment (None: all on the last); why it failed.
+
+    The scalar is the whole. With credit = turn each value of `per_turn` lies on the last token of its model call, with credit = token
+    each of `per_token` on its token; what they leave of the scalar lies on the last token of the episode. A score without such
+    values is all on the last token. One with as many values as there are not calls, or tokens, is a failure: it counts as 0.
+
+    Example: scalar 1, per_turn 0.2 0.3, calls of two and three tokens: 0 0.2 0 0 0.8.
+    """
+    if score.failure or credit == "sample":
+        return reward_of(score), None, score.failure
+    turns = turn_numbers(sample)
+    rewards, of_turn = np.zeros(sample.generated_tokens), np.concatenate(turns)
+    if len(rewards) != len(of_turn):  # malformed: who makes rows of it tells which segment
+        return reward_of(score), None, ""
+    order = np.argsort(of_turn, kind="stable")  # tokens in the order of the calls
+    if credit == "turn" and score.per_turn:
+        calls = max((turn + 1 for s in sample.segments for turn, _ in s.turns), default=int(of_turn.max(initial=-1)) + 1)
+        if len(score.per_turn) != calls:
+            return 0.0, None, f"per_turn: {len(score.per_turn)} values for {calls} model calls"
+        ends = np.searchsorted(of_turn[order], np.arange(calls), side="right") - 1
+        np.add.at(rewards, order[np.maximum(ends, 0)], score.per_turn)  # a call without tokens: the last one before it
+    elif credit == "token" and score.HasField("per_token"):
+        values = array(score.per_token, "score.per_token")
+        if values.shape != rewards.shape:
+            return 0.0, None, f"per_token: shape {list(values.shape)} for {len(rewards)} generated tokens"
+        rewards += values
+    else:
+        return reward_of(score), None, ""
+    rewards[order[-1]] += score.scalar - rewards.sum()
+    return reward_of(score), rewards, ""
 
 
 async def fetch_routes(batch: TrainingBatch, store: ObjectStore) -> None:
@@ -184,6 +225,8 @@ async def fetch_routes(batch: TrainingBatch, store: ObjectStore) -> None:
 def trained_crc32c(member: Member, mask_below_step: int) -> int:
     """Checksum of the arrays that enter the loss: equal in a replay, whatever the bodies went through."""
     arrays = [a.tobytes() for s in member.sample.segments for a in (s.tokens, s.loss_mask, s.logprobs)]
+    if member.rewards is not None:
+        arrays.append(member.rewards.tobytes())
     return crc32c(b"".join((*arrays, struct.pack("<dq", member.reward, mask_below_step))))
 
 

@@ -60,13 +60,9 @@ class Critic:
         self.optimizer = adamw(self.model, run.trainer, run.critic.learning_rate)
 
     def begin(self, policy: Any) -> None:
-        """Before the first step: the backbone takes the policy's weights, unless `critic.path` gave it some.
-
-        A policy that carries adapters has other names; the critic then keeps the weights that the adapters started from.
-        """
-        weights = policy.base_model.state_dict()
-        if not self.settings.path and weights.keys() == self.model.backbone.state_dict().keys():
-            self.model.backbone.load_state_dict(weights)
+        """Before the first step: the backbone takes the policy's weights, unless `critic.path` gave it some."""
+        if not self.settings.path:
+            self.model.backbone.load_state_dict(policy.base_model.state_dict())
 
     @torch.no_grad()
     def valued(self, rows: Sequence[Row]) -> list[Row]:
@@ -80,7 +76,8 @@ class Critic:
         A step whose loss or gradient is not finite is left out, with a warning and `value_skipped` = 1.
         """
         if not rows:
-            return dict.fromkeys(METRICS) | {"value_skipped": 0}
+            nothing: dict[str, float | None] = dict.fromkeys(METRICS)
+            return nothing | {"value_skipped": 0}
         batches, tokens = microbatches(rows, self._budget), sum(len(row.index) for row in rows)
         found: dict[str, float | None] = dict(explained(rows)) | {"value_skipped": 0}
         for _ in range(self.settings.updates):
@@ -116,14 +113,12 @@ METRICS = ("value_loss", "value_mean", "value_clip_share", "explained_variance",
 def explained(rows: Sequence[Row]) -> dict[str, float | None]:
     """explained_variance = 1 - Var(G - V_old) / Var(G) over the step's tokens, G what really came (discounted, without lambda);
     None when nothing varies. value_mean: mean V_old."""
-    values_N = np.concatenate([row.values for row in rows if row.values is not None])
-    outcomes_N = np.concatenate([row.outcomes for row in rows if row.outcomes is not None])
+    values_N, outcomes_N = (np.concatenate(part) for part in zip(*((row.values, row.outcomes) for row in rows), strict=True))
     variance = float(outcomes_N.var())
     return {
         "value_mean": float(values_N.mean()),
         "explained_variance": 1 - float((outcomes_N - values_N).var()) / variance if variance > 0 else None}
 
 
-def _like(values: np.ndarray | None, other: torch.Tensor) -> torch.Tensor:
-    assert values is not None, "the rows have no values or returns"
+def _like(values: np.ndarray, other: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(values).to(other)

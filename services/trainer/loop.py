@@ -18,20 +18,20 @@ event loop stays free.
 from __future__ import annotations
 
 import asyncio
-import shutil
 import statistics
 from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, TypeVar
 
+from services.trainer import final_model
 from services.trainer.alarms import Alarms
 from services.trainer.batches import BatchReader, TrainingBatch
 from services.trainer.check import prove_forward
 from services.trainer.checkpoint import Checkpoints, Header
 from services.trainer.learner import Learner, Metrics, Snapshot
 from services.trainer.nonfinite import SkipRecord
+from services.trainer.parallel import launch
 from services.trainer.publish import Publisher
 from services.trainer.records import Records
 from services.trainer.reference import start_reference
@@ -40,6 +40,7 @@ from slipstream import logs, rpc, telemetry
 from slipstream.errors import Conflict, SlipstreamError
 from slipstream.lifecycle import FINISH, STOP_INTAKE
 from slipstream.manifest import RawTensor
+from slipstream.probes import Probes
 from slipstream.protos.buffer.v1 import batches_pb2, batches_pb2_grpc
 from slipstream.service import ServiceContext, long_lived
 
@@ -49,6 +50,7 @@ STOP_S = 20.0  # a stop waits this long for the last checkpoint's commit; the ne
 WINDOW = 10  # steps whose mean reward is compared with run.target_reward
 
 T = TypeVar("T")
+Published = tuple[list[RawTensor], Probes | None]
 
 log = logs.get("trainer")
 
@@ -72,7 +74,7 @@ class TrainerLoop:
         self._batches: Any = batches_pb2_grpc.BatchServiceStub(context.channel)
         self._reader = BatchReader(
             self._batches, self.clock, self.waits, self.request_checkpoint,
-            context.store if self.settings.algorithm.route_replay != "none" else None)
+            context.store if self.settings.algorithm.route_replay != "none" else None, self.settings.algorithm.credit)
         self._torch = ThreadPoolExecutor(1, "torch")
         self._wake, self._wanted, self._training = asyncio.Event(), False, False
         self._prefetched: asyncio.Task[TrainingBatch | None] | None = None
@@ -116,6 +118,7 @@ class TrainerLoop:
             while not self.done and (batch := await self._next_batch()) is not None:
                 await self._train(batch)
             await self._end()
+            await self._in_torch(launch.close, self.learner)
         finally:
             if self._prefetched is not None:
                 self._prefetched.cancel()
@@ -125,7 +128,7 @@ class TrainerLoop:
     async def _start(self) -> None:
         loaded = await self._take_over()
         with self.waits.on("the model to be loaded"):
-            self.learner = await self._in_torch(Learner, self.settings)
+            self.learner = await self._in_torch(launch.learner_of, self.settings)
             await self._in_torch(self._prove)
         if loaded is None:
             await warm_up(
@@ -143,7 +146,7 @@ class TrainerLoop:
         self.publisher = Publisher(
             self.context, self.incarnation, await self._in_torch(self.learner.files), self.telemetry.publish_seconds.observe,
             self.records.version, self.learner.base())
-        await self._publish(await self._in_torch(self.learner.weights))
+        await self._publish(await self._in_torch(self._weights))
         await self._checkpoint()  # step 0 is one, too: a restart does not warm up again
         self._show()
         self._started = True
@@ -208,14 +211,18 @@ class TrainerLoop:
         if self._wanted or number % trainer.checkpoint_every == 0:
             await self._checkpoint()
 
-    def _apply(self, batch: TrainingBatch, publish: bool) -> tuple[Metrics, list[RawTensor] | None]:
+    def _apply(self, batch: TrainingBatch, publish: bool) -> tuple[Metrics, Published | None]:
         """In the torch thread. The auditor's line is on disk before anything changes."""
         self.records.audit(batch.number, self.incarnation, batch.audit)
         metrics = self.learner.step(batch.groups, batch.number)
-        return metrics, self.learner.weights() if publish else None
+        return metrics, self._weights() if publish else None
 
-    async def _publish(self, weights: list[RawTensor]) -> None:
-        await self.publisher.submit(self.step, weights)
+    def _weights(self) -> Published:
+        """In the torch thread: what a version is made of."""
+        return self.learner.weights(), self.learner.probes() if self.settings.rollout.canary else None
+
+    async def _publish(self, weights: Published) -> None:
+        await self.publisher.submit(self.step, *weights)
         self._submitted = (self.step, self._submitted[1])
 
     async def _checkpoint(self) -> None:
@@ -277,25 +284,14 @@ class TrainerLoop:
                 log.warning(f"stopping without the commit of batch {self.step}: the buffer or the store did not answer")
             return
         if self._submitted[0] < self.step:
-            await self._publish(await self._in_torch(self.learner.weights))
+            await self._publish(await self._in_torch(self._weights))
         await self._checkpoint()
         await self.publisher.drain()
         await self._drain_checkpoint()
         folder = self.settings.folder / "model"
-        await self._in_torch(self._save_model, folder)
+        await self._in_torch(final_model.save, self.learner, folder)
         log.info(f"run finished after step {self.step}: the model is in {folder}", step=self.step)
         self.context.lifecycle.finish()
-
-    def _save_model(self, folder: Path) -> None:
-        """Beside, then renamed: whoever looks sees a whole model or the former one."""
-        fresh, former = folder.with_name(".model.new"), folder.with_name(".model.old")
-        for leftover in (fresh, former):
-            shutil.rmtree(leftover, ignore_errors=True)
-        self.learner.save_pretrained(fresh)
-        if folder.exists():
-            folder.rename(former)
-        fresh.rename(folder)
-        shutil.rmtree(former, ignore_errors=True)
 
     def _record(self, batch: TrainingBatch, metrics: Metrics, step_s: float, wait_s: float) -> None:
         elapsed_s = self.clock.monotonic() - self._ended

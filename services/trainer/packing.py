@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -26,6 +26,10 @@ from slipstream.errors import InvalidInput
 from slipstream.sample import FINISH_LENGTH, Sample, Segment, turn_numbers
 
 PAD_ID = 0  # any id would do
+
+
+def _nothing() -> np.ndarray:
+    return np.zeros(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +62,16 @@ class Row:
     behaviour: np.ndarray  # float32 [M]: log-probability under the sampler
     lags: np.ndarray  # int64 [M]: (step - 1) - step of the version that sampled the token
     one_version: bool = True  # else the cache of the segment was filled by several versions
-    advantages: np.ndarray | None = None  # float64 [M]
+    advantages: np.ndarray = field(default_factory=_nothing)  # float64 [M]
     weight: float = 0.0  # of each of its tokens in the loss
     reference: np.ndarray | None = None  # float32 [M]: log-probability under the reference model
     routes: np.ndarray | None = None  # uint8 or uint16 [T, L, K]: the sampler's experts; each input token has its own
     origin: tuple[int, int, int] = (-1, -1, -1)  # draw, sample, segment
     turns: np.ndarray | None = None  # int64 [M]: model call of the episode that generated the token
     rewards: np.ndarray | None = None  # float64 [M], when the sample's reward is spread over its tokens
-    values: np.ndarray | None = None  # float64 [M]: what the critic expected before this step
-    returns: np.ndarray | None = None  # float64 [M]: what it learns
-    outcomes: np.ndarray | None = None  # float64 [M]: what came, discounted
+    values: np.ndarray = field(default_factory=_nothing)  # float64 [M]: of the critic, before this step; or empty
+    returns: np.ndarray = field(default_factory=_nothing)  # float64 [M]: what it learns
+    outcomes: np.ndarray = field(default_factory=_nothing)  # float64 [M]: what came, discounted
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +91,15 @@ class Microbatch:
     routes: np.ndarray | None = None  # uint8 or uint16 [R, T, L, K], when a row has some
     routed: np.ndarray | None = None  # bool [R, T]: where `routes` holds; not in padding, nor in rows without
     lengths: np.ndarray | None = None  # int64 [R]: inputs of each row without its padding
-    values: np.ndarray | None = None  # float64 [M], with a critic
-    returns: np.ndarray | None = None  # float64 [M], with a critic
+    values: np.ndarray = field(default_factory=_nothing)  # float64 [M]; empty without a critic
+    returns: np.ndarray = field(default_factory=_nothing)  # float64 [M]; empty without a critic
+
+
+Fill = Callable[[list[Row]], list[Row]]  # the same rows with a field filled in
 
 
 def trained_rows(
-    groups: Sequence[Group], step: int, objective: Objective, score: Callable[[list[Row]], list[Row]] | None = None,
-    value: Callable[[list[Row]], list[Row]] | None = None,
+    groups: Sequence[Group], step: int, objective: Objective, score: Fill | None = None, value: Fill | None = None,
 ) -> list[Row]:
     """Rows of optimizer step `step`, with advantages and weights; those that cannot move anything are left out.
 
@@ -123,7 +129,7 @@ def trained_rows(
 
 def _rows_by_token(
     samples: Sequence[tuple[Group, Member]], numbers: np.ndarray, truncated: np.ndarray, step: int, objective: Objective,
-    score: Callable[[list[Row]], list[Row]] | None, value: Callable[[list[Row]], list[Row]] | None,
+    score: Fill | None, value: Fill | None,
 ) -> list[Row]:
     """The rows when tokens of a sample differ in their advantages. A sample's rows are joined in the order of its model calls."""
     parts = [_rows(group, member, step, by_turn=True) for group, member in samples]
@@ -140,7 +146,7 @@ def _rows_by_token(
     for i, (found, order) in enumerate(zip(of_sample, orders, strict=True)):
         advantages = _by_row(terms.advantages[i], order, found)
         returns, outcomes = (
-            _by_row(terms_T[i], order, found) if terms_T is not None else [None] * len(found)
+            _by_row(terms_T[i], order, found) if terms_T is not None else [np.zeros(0)] * len(found)
             for terms_T in (terms.returns, terms.outcomes))
         trained += [
             replace(row, advantages=a, returns=r, outcomes=o, weight=float(terms.weights[i]))
@@ -156,9 +162,9 @@ def _episode(member: Member, rows: Sequence[Row], order: np.ndarray, objective: 
         rewards[-1] = member.reward
     if objective.kl_in_reward:
         rewards = rewards - objective.settings.kl_coefficient * _joined([_divergence(row) for row in rows])[order]
-    values = _joined([row.values for row in rows])[order] if rows and rows[0].values is not None else None
+    values = _joined([row.values for row in rows])
     return Episode(
-        rewards, _joined([row.turns for row in rows], np.int64)[order], np.zeros(0) if values is None and not rows else values)
+        rewards, _joined([row.turns for row in rows], np.int64)[order], values[order] if len(values) == len(order) else None)
 
 
 def _by_row(values_T: np.ndarray, order: np.ndarray, rows: Sequence[Row]) -> list[np.ndarray]:
@@ -301,13 +307,12 @@ def _pad(rows: Sequence[Row]) -> Microbatch:
         np.concatenate([row.targets for row in rows]).astype(np.int64),
         np.concatenate([row.behaviour for row in rows]).astype(np.float32),
         np.concatenate([
-            np.zeros(len(row.index)) if row.advantages is None else row.advantages for row in rows]).astype(np.float32),
+            row.advantages if len(row.advantages) else np.zeros(len(row.index)) for row in rows]).astype(np.float32),
         per_token([row.weight for row in rows], np.float64),
         lags,
         (lags == 0) & per_token([row.one_version for row in rows], np.bool_),
         np.concatenate(references) if references else None,
         *_padded_routes(rows, width),
         np.array([len(row.inputs) for row in rows], np.int64),
-        *(_joined(column) if column[0] is not None else None
-          for column in ([row.values for row in rows], [row.returns for row in rows])),
+        _joined([row.values for row in rows]), _joined([row.returns for row in rows]),
     )

@@ -101,7 +101,7 @@ class Replay:
                 bodies = await batch_log.read_bodies(self._store, batch)
             except NotFound:
                 raise NotFound(f"batch {number} is not in the batch log: it reaches to {self.step}", "NO_BATCH") from None
-            read = await asyncio.to_thread(assemble, batch, bodies)
+            read = await asyncio.to_thread(assemble, batch, bodies, self.learner.run.algorithm.credit)
             if self.learner.run.algorithm.route_replay != "none":
                 await fetch_routes(read, self._store)
             await asyncio.to_thread(self.learner.step, read.groups, number)

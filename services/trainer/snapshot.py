@@ -1,6 +1,7 @@
 """Everything that a step changes, as named CPU tensors: taken between two steps, written beside the next, put back at a start.
 
-Names: weights and critic `<parameter>`; optimizer and critic_optimizer `<parameter>/<moment>`; random `<rank>/<generator>`. Tensors of a sharded model are
+Names: weights and critic `<parameter>`; optimizer and critic_optimizer `<parameter>/<moment>`; random `<rank>/<generator>`.
+Tensors of a sharded model are
 DTensors and hold this rank's shard; taking a snapshot copies from device to host and does nothing else.
 
 The generator is torch's. numpy's and Python's global ones are used by nothing in the trainer: every other random choice is a

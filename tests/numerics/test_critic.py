@@ -1,4 +1,4 @@
-"""PPO's critic: values and advantages against verl in double precision, and what a checkpoint must hold so that nothing is lost."""
+"""PPO's critic: values and advantages against verl in double precision, and what a checkpoint must hold of it."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def conversation(rewards: np.ndarray | None = None) -> Sample:
 
 @pytest.mark.parametrize("whiten", [True, False])
 def test_advantages_equal_verls_from_the_sample_on(whiten):
-    """A batch of answers and of a conversation with a tool: from samples and rewards to each token's advantage and return, equal
-    to compute_gae_advantage_return over padded matrices whose mask leaves the tool's tokens out, whitening included."""
+    """A batch of answers and of a conversation with a tool: from samples and rewards to each token's advantage and
+    return. Equal to compute_gae_advantage_return over padded matrices whose mask leaves the tool's tokens out, whitening included."""
     made = exact()
     assert made.critic is not None
     batch = [*groups(3, seed=3), Group(9, [Member(0, conversation(), 1.0), Member(1, conversation(), 0.0)])]
@@ -98,8 +98,8 @@ def test_the_gradient_of_policy_and_critic_is_the_same_for_any_micro_batching():
 
 
 def test_the_critics_loss_is_verls_with_the_clip_around_the_values_before_the_step():
-    """Three updates on one batch: the second and third start from a moved critic, whose values are clipped around those of before
-    the first. Loss and clip share of the third equal compute_value_loss."""
+    """Three updates on one batch: the second and third start from a moved critic, whose values are clipped around those of
+    before the first. Loss and clip share of the third equal compute_value_loss."""
     made = exact(updates=3, learning_rate=1e-2, clip=0.05)
     assert made.critic is not None
     rows = trained_rows(groups(3, seed=4), 1, made.objective, value=made.critic.valued)
@@ -115,7 +115,8 @@ def test_the_critics_loss_is_verls_with_the_clip_around_the_values_before_the_st
     metrics = made.critic.update(rows, 1)
     assert metrics["value_loss"] == pytest.approx(loss.item(), abs=1e-12)
     outside = (moved - torch.from_numpy(batch.values)).abs() > 0.05
-    assert 0 < metrics["value_clip_share"] == pytest.approx(outside.double().mean().item())
+    assert (metrics["value_clip_share"] or 0) > 0
+    assert metrics["value_clip_share"] == pytest.approx(outside.double().mean().item())
 
 
 def test_every_sample_counts_though_its_group_has_equal_rewards():
@@ -145,7 +146,7 @@ def all_parameters(made: Learner) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_critic_learns_what_answers_are_worth_in_every_family(family):
-    """Prompts whose answers are right and prompts whose answers are wrong: what its values explain of that rises from nothing."""
+    """Prompts whose answers are right and prompts whose answers are wrong: its values come to explain which is which."""
     made = learner(family, {"learning_rate": 1e-2, "updates": 4}, gae_lambda=1.0)
     batch = [Group(k, groups(1, 2, seed=20 + k, rewards=(k % 2,))[0].members) for k in range(4)]
     found = [made.step(batch, step) for step in range(1, 9)]
@@ -247,7 +248,7 @@ def test_segments_are_joined_in_the_order_of_the_calls():
     (dict(algorithm={"gamma": 0.9}), "gamma = 0.9 with advantage = grpo: only gae"),
     (dict(algorithm={"whiten": False}), "whiten = False with advantage = grpo"),
     (dict(algorithm={"preset": "ppo", "policy_loss": "gspo", "aggregation": "sequence_mean"}), "set policy_loss = gspo_token"),
-    (dict(algorithm={"preset": "ppo"}, schedule={"resample_no_signal": 3}), "resample_no_signal = 3 with algorithm.advantage = gae"),
+    (dict(algorithm={"preset": "ppo"}, schedule={"resample_no_signal": 3}), "resample_no_signal = 3 with algorithm.adv"),
 ])
 def test_contradictions_are_refused_with_the_reason(sections, words):
     """At the run file, before anything starts. A run file that was resolved once is read again as it is."""
@@ -272,6 +273,7 @@ def test_a_critic_of_its_own_directory(tmp_path):
 def test_a_sample_without_a_trained_token_is_nowhere():
     """All its tokens are too old: no row, no count, and no trouble for the others."""
     terms = Objective(Algorithm(preset="ppo"), 64).tokens(
-        [Episode(np.zeros(0), np.zeros(0, np.int64), np.zeros(0)), Episode(np.array([0.0, 1.0]), np.zeros(2, np.int64), np.zeros(2))],
+        [Episode(np.zeros(0), np.zeros(0, np.int64), np.zeros(0)),
+         Episode(np.array([0.0, 1.0]), np.zeros(2, np.int64), np.zeros(2))],
         np.array([0, 0]), np.zeros(2, bool))
     assert terms.weights.tolist() == [0, 0.5] and len(terms.advantages[0]) == 0
