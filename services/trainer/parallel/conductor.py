@@ -1,0 +1,182 @@
+"""Rank 0 leads, the others follow: the trainer's loop runs on rank 0 alone, and every call of its learner on all ranks.
+
+    rank 0: TrainerLoop ──► Lead.step(...) ──"step"──► followers: ShardedLearner.step(...)        together, with collectives
+                            an "idle" every few seconds, so that followers wait with a deadline even when no batch comes
+
+Consumes     (followers) the names of calls, broadcast by rank 0.
+Produces     the same calls on their own shards.
+Waits for    rank 0's next call, or its sign of life, for trainer.parallel.collective_timeout_s.
+Unblocked by rank 0; its death closes the connection or lets the deadline pass, and the follower ends with 1.
+
+A step that takes longer than trainer.parallel.step_timeout_s is hung: the stacks of all threads go to stderr and the process
+ends, for a restart from the checkpoint in force. So they do when a collective fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import distributed as dist
+
+from services.trainer.learner import Metrics
+from services.trainer.packing import Group, Row
+from services.trainer.parallel.learner import ShardedLearner
+from services.trainer.snapshot import Snapshot
+from slipstream import config, logs
+from slipstream.manifest import RawTensor
+from slipstream.probes import Probes
+
+IDLE, CLOSE = "idle", "close"
+
+log = logs.get("trainer.parallel")
+
+
+class Lead:
+    """Rank 0's learner, with the interface of `Learner`: each call runs on all ranks. One thread may call at a time."""
+
+    def __init__(self, run: config.RunFile) -> None:
+        faulthandler.enable()
+        with _dumped():
+            self._own = ShardedLearner(run)
+        self._limit_s, self._every_s = run.trainer.parallel.step_timeout_s, run.trainer.parallel.collective_timeout_s / 4
+        self.run, self.tokenizer, self.adapter = run, self._own.tokenizer, None
+        self.model = _Model(self)
+        self._turn, self._closed, self._last = threading.Lock(), threading.Event(), time.monotonic()
+        threading.Thread(target=self._beat, name="signs of life", daemon=True).start()
+
+    @property
+    def skip(self) -> Any:
+        """See Learner."""
+        return self._own.skip
+
+    def step(self, groups: Sequence[Group], step: int) -> Metrics:
+        return self._all("step", groups, step, shown=((), step))
+
+    def supervised_step(self, rows: Sequence[Row], learning_rate: float, what: str) -> float:
+        return self._all("supervised_step", rows, learning_rate, what, shown=((), learning_rate, what))
+
+    def start_rl(self, keep_optimizer: bool) -> None:
+        self._all("start_rl", keep_optimizer)
+
+    def start_reference(self, first: Sequence[RawTensor] | None = None) -> None:
+        """None is needed: `refuse` saw to it."""
+
+    def weights(self) -> list[RawTensor]:
+        return self._all("weights")
+
+    def probes(self) -> Probes:
+        return self._all("probes")
+
+    def base(self) -> Sequence[RawTensor]:
+        return ()
+
+    def snapshot(self) -> Snapshot:
+        return self._all("snapshot")
+
+    def load(self, snapshot: Snapshot) -> None:
+        self._all("load", snapshot, shown=(None,))
+
+    def files(self) -> dict[str, bytes]:
+        return self._own.files()
+
+    def save_pretrained(self, folder: Path) -> None:
+        self._all("save_pretrained", folder)
+
+    def close(self) -> None:
+        """Let the followers go. Nothing may be called afterwards."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        with self._turn, _dumped():
+            _tell((CLOSE, ()))
+            self._own.close()
+            dist.destroy_process_group()
+
+    def _all(self, name: str, *arguments: Any, shown: tuple[Any, ...] | None = None) -> Any:
+        """Call a method everywhere; followers get `shown` instead of the arguments that only rank 0 needs."""
+        with self._turn, limited(self._limit_s), _dumped():
+            _tell((name, arguments if shown is None else shown))
+            try:
+                return getattr(self._own, name)(*arguments)
+            finally:
+                self._last = time.monotonic()
+
+    def _beat(self) -> None:
+        while not self._closed.wait(self._every_s):
+            if not self._turn.acquire(blocking=False):
+                continue
+            try:
+                if not self._closed.is_set() and time.monotonic() - self._last > self._every_s / 2:
+                    _tell((IDLE, ()))
+            except RuntimeError as error:
+                log.warning(f"a follower is gone: {error}")
+                return  # the next call fails, too, and ends the process
+            finally:
+                self._turn.release()
+
+
+class _Model:
+    """What the loop does with a learner's model: look at its forward passes, and try one."""
+
+    device = "cpu"
+
+    def __init__(self, lead: Lead) -> None:
+        self._lead = lead
+
+    def register_forward_hook(self, hook: Callable[..., None]) -> Any:
+        return self._lead._own.model.register_forward_hook(hook)
+
+    def __call__(self, **_: Any) -> None:
+        self._lead._all("probe")
+
+
+def follow(run: config.RunFile) -> int:
+    """A rank other than 0, from start to end. Returns its exit code."""
+    faulthandler.enable()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 stops in order, and needs us for its last checkpoint
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with _dumped():
+        learner = ShardedLearner(run)
+        while True:
+            heard: list[Any] = [None]
+            dist.broadcast_object_list(heard, src=0)
+            name, arguments = heard[0]
+            if name == CLOSE:
+                learner.close()
+                dist.destroy_process_group()
+                return 0
+            if name != IDLE:
+                with limited(run.trainer.parallel.step_timeout_s):
+                    getattr(learner, name)(*arguments)
+
+
+@contextlib.contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Longer than this is a hang: stacks to stderr, and the end of the process."""
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@contextlib.contextmanager
+def _dumped() -> Iterator[None]:
+    """A collective that fails (a dead rank, a time-out) leaves the stacks of all threads behind."""
+    try:
+        yield
+    except RuntimeError:
+        faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+        raise
+
+
+def _tell(call: tuple[str, tuple[Any, ...]]) -> None:
+    dist.broadcast_object_list([call], src=0)

@@ -1,0 +1,81 @@
+"""How the trainer becomes several processes: `python -m services.trainer` starts torchrun, and torchrun starts it again.
+
+    python -m services.trainer (trainer.parallel.ranks = 4)
+      └─ torchrun's agent ──► rank 0: the service, with the loop     ranks 1..3: conductor.follow
+
+Under torchrun already (RANK is set: several machines, Kubernetes) nothing more is started. A rank that dies ends all of them;
+whoever started the trainer starts it again, and every start is a resume.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from slipstream import config, logs
+from slipstream.errors import ConfigError
+from slipstream.service import arguments
+
+log = logs.get("trainer.parallel")
+
+
+def divide() -> None:
+    """First thing in the trainer's process: become a launcher or a follower and exit, or go on as the service."""
+    try:
+        run = arguments("trainer").run
+    except ConfigError:
+        return  # the service says so
+    if run.trainer.parallel.ranks == 1:
+        return
+    if (rank := os.environ.get("RANK")) is None:
+        sys.exit(launch(run.trainer.parallel.ranks, sys.argv[1:]))
+    if int(rank):
+        sys.exit(_follow(run))
+
+
+def learner_of(run: config.RunFile) -> Any:
+    """The learner of the trainer's loop: in this process alone, or on all ranks."""
+    if run.trainer.parallel.ranks == 1:
+        from services.trainer.learner import Learner
+
+        return Learner(run)
+    from services.trainer.parallel.conductor import Lead
+
+    return Lead(run)
+
+
+def launch(ranks: int, argv: list[str]) -> int:
+    """Run `ranks` processes of the trainer on this machine, to their end. Returns the exit code of the first that failed."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    settings = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=ranks, rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0,
+        monitor_interval=0.5)
+    try:
+        elastic_launch(settings, sys.executable)("-m", "services.trainer", *argv)
+    except ChildFailedError as error:
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        log.error(f"ranks of the trainer ended: {codes}")
+        return max((code for code in codes.values() if code > 0), default=1)
+    except SignalException:
+        return 0  # asked to stop; rank 0 was, too, and has stopped in order
+    return 0
+
+
+def _follow(run: config.RunFile) -> int:
+    from services.trainer.parallel.conductor import follow
+
+    try:
+        return follow(run)
+    except ConfigError as error:
+        print(error.message, file=sys.stderr)
+        return 2
+
+
+def close(learner: Any) -> None:
+    """The end of a loop: let the other ranks go."""
+    if (end := getattr(learner, "close", None)) is not None:
+        end()

@@ -1,0 +1,67 @@
+"""The learner on the ranks of a world, for comparison with one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import distributed as dist
+
+from services.trainer.parallel import mesh
+from services.trainer.parallel.learner import ShardedLearner
+from slipstream import config
+from slipstream.manifest import RawTensor
+from tests.trainer_samples import CHARS, FAMILIES, groups, run_file
+
+ROWS = dict(learning_rate=1e-3, tokens_per_microbatch=48)
+
+
+def run(family: str, parallel: dict[str, Any]) -> config.RunFile:
+    """With a head of keys and values for each of two tensor-parallel ranks."""
+    build = {"model_type": family, "tokenizer_chars": CHARS, "config": FAMILIES[family] | {"num_key_value_heads": 2}}
+    return run_file(family=family, model={"build": build}, trainer=ROWS | {"parallel": parallel})
+
+
+def steps(family: str, parallel: dict[str, Any], count: int = 2) -> dict[str, Any]:
+    """On a rank: gradients of the first step, metrics, weights and a snapshot after `count` of them, and after a reload."""
+    learner = ShardedLearner(run(family, parallel))
+    return trained(learner, count) | {"again": resumed(learner)}
+
+
+def trained(learner: Any, count: int = 2) -> dict[str, Any]:
+    """Of any learner."""
+    gradients: dict[str, np.ndarray] = {}
+
+    def look(*_: Any) -> None:
+        if not gradients:
+            for name, parameter in learner.model.named_parameters():
+                if parameter.grad is not None:
+                    gradients[name] = mesh.whole(parameter.grad).detach().clone().numpy()
+
+    handle = learner.optimizer.register_step_pre_hook(look)
+    metrics = [learner.step(groups(5, seed=number), number) for number in range(1, count + 1)]
+    handle.remove()
+    return {"gradients": gradients, "metrics": metrics, "weights": arrays(learner.weights())}
+
+
+def resumed(learner: ShardedLearner) -> bool:
+    """A snapshot put back gives the same weights after one more step as going on does."""
+    snapshot = learner.snapshot()
+    learner.step(groups(5, seed=9), 3)
+    first = arrays(learner.weights())
+    learner.load(snapshot)
+    learner.step(groups(5, seed=9), 3)
+    second = arrays(learner.weights())
+    return dist.get_rank() != 0 or all(np.array_equal(first[name], second[name]) for name in first)
+
+
+def arrays(tensors: list[RawTensor]) -> dict[str, np.ndarray]:
+    """By name, as float32."""
+    return {t.name: np.frombuffer(t.data, np.float32).reshape(t.shape).copy() for t in tensors}
+
+
+def world(jobs: list[tuple[str, dict[str, Any]]]) -> list[Any]:
+    """Several runs of `steps`, one after the other, on the same ranks."""
+    torch.manual_seed(0)
+    return [steps(family, parallel) for family, parallel in jobs]
