@@ -42,6 +42,9 @@ from slipstream.config_sections import (
 from slipstream.config_sections import (
     Build as Build,  # part of a model table, used by name elsewhere
 )
+from slipstream.config_sections import (
+    Parallel as Parallel,
+)
 from slipstream.config_security import Security
 from slipstream.errors import ConfigError
 

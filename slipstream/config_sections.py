@@ -280,6 +280,51 @@ class Warmup(Section):
     keep_optimizer: bool = Field(default=True, description="Carry the optimizer state over into RL.")
 
 
+class Parallel(Section):
+    """The trainer on several ranks; see docs/guides/expert-parallelism.md."""
+
+    ranks: PositiveInt = Field(default=1, description="Trainer processes; 1 = no process group at all.")
+    experts: PositiveInt = Field(default=1, description="Ranks that a layer's experts are spread over.")
+    tensor: PositiveInt = Field(default=1, description="Ranks that split each dense matrix and share a batch; the rest is FSDP.")
+    pipeline: PositiveInt = Field(default=1, description="Pipeline stages; only 1 works, with FSDP and experts.")
+    exchange: Literal["auto", "deep_ep", "hierarchical", "flat", "all_gather", "copy"] = Field(
+        default="auto", description="How tokens reach their experts; auto = the fastest by the cost model."
+    )
+    ranks_per_node: int = Field(default=0, ge=0, description="Ranks with fast links to each other; 0 = those of a machine.")
+    canonical: bool = Field(default=False, description="Sum in one order, so that flat and hierarchical give the same bits.")
+    collective_timeout_s: Seconds = Field(default=45, description="A rank that others wait for longer than this is dead.")
+    step_timeout_s: Seconds = Field(
+        default=1800, description="A step that takes longer is hung: every rank writes its stacks and ends, for a restart."
+    )
+    start_timeout_s: Seconds = Field(default=600, description="Ranks wait this long for each other's models at a start.")
+    instance_type: str = Field(default="", description="EC2 type of the nodes, such as p5en.48xlarge: links and EFA preset.")
+    transport: Literal["", "gda", "proxy"] = Field(default="", description="DeepEP over EFA; empty = the best of the instance.")
+    fast_gb_s: float = Field(default=0, ge=0, description="Link of a rank within a node, GB/s; 0 = the instance's, else 450.")
+    slow_gb_s: float = Field(default=0, ge=0, description="Link of a rank between nodes, GB/s; 0 = the instance's, else 50.")
+    max_tokens: int = Field(default=4096, ge=1, le=8192, description="DeepEP: most tokens of a rank in one dispatch.")
+    num_sms: PositiveInt = Field(default=24, description="DeepEP: streaming multiprocessors of an exchange.")
+    hybrid: bool = Field(default=True, description="DeepEP: one copy a node, relayed over NVLink.")
+    pad_hidden: bool = Field(default=False, description="DeepEP: pad hidden sizes to a multiple of 256 (gpt-oss).")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Parallel:
+        if self.pipeline > 1:
+            other = "FSDP" if self.experts == 1 else "experts"
+            raise ValueError(
+                f"pipeline = {self.pipeline} together with {other}: transformers refuses both combinations; set pipeline = 1")
+        if self.ranks % self.tensor:
+            raise ValueError(f"tensor = {self.tensor} does not divide ranks = {self.ranks}")
+        if self.experts > 1 and (self.ranks % self.experts or self.experts % self.tensor):
+            raise ValueError(
+                f"experts = {self.experts} must divide ranks = {self.ranks} and be a multiple of tensor = {self.tensor}")
+        if self.ranks_per_node and self.experts > self.ranks_per_node and self.experts % self.ranks_per_node:
+            raise ValueError(
+                f"experts = {self.experts} is no multiple of ranks_per_node = {self.ranks_per_node}: take whole nodes")
+        if self.exchange == "deep_ep" and self.experts == 1:
+            raise ValueError("exchange = deep_ep with experts = 1: there is nothing to exchange; set experts")
+        return self
+
+
 class Trainer(Section):
     learning_rate: float = Field(default=1e-6, gt=0, description="AdamW learning rate.")
     betas: tuple[float, float] = Field(default=(0.9, 0.95), description="AdamW betas.")
@@ -302,6 +347,7 @@ class Trainer(Section):
     )
     threads: int = Field(default=1, ge=0, description="CPU threads of torch; 0 = all.")
     warmup: Warmup = Warmup()
+    parallel: Parallel = Parallel()
 
 
 class Vllm(Section):
