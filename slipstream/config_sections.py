@@ -149,9 +149,16 @@ class Algorithm(Section):
     preset: Literal["async-moe", "grpo", "dapo", "gspo-moe", "ppo"] = Field(
         default="async-moe", description="Starting point; other keys of this table override it."
     )
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"] = Field(
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae", "none"] = Field(
         default="grpo",
-        description="What a reward is compared with: the group's mean (grpo: over its std), the batch, or a critic (gae).",
+        description="What a reward is compared with: the group's mean (grpo: over its std), the batch, or a critic (gae); "
+        "none = rewards play no part, the teacher alone does.",
+    )
+    teacher: str = Field(
+        default="", description="Hugging Face directory of a teacher with the model's vocabulary: on-policy distillation."
+    )
+    teacher_coefficient: float = Field(
+        default=1.0, gt=0, description="Factor of log pi_teacher - log pi_sampler of each token in its advantage."
     )
     credit: Literal["sample", "turn", "token"] = Field(
         default="sample",
@@ -241,8 +248,8 @@ class Algorithm(Section):
 
     def _credit_has_a_meaning(self) -> None:
         """Raise for what has no meaning when advantages differ within a row, or only with a critic."""
-        if self.policy_loss == "gspo" and (self.advantage == "gae" or self.credit != "sample"):
-            field = "advantage = gae" if self.advantage == "gae" else f"credit = {self.credit}"
+        if self.policy_loss == "gspo" and (self.advantage == "gae" or self.credit != "sample" or self.teacher):
+            field = "advantage = gae" if self.advantage == "gae" else f"credit = {self.credit}" if not self.teacher else "a teacher"
             raise ValueError(
                 f"policy_loss = gspo with {field}: its ratio is one for the whole row, and tokens of a row would have "
                 "different advantages; set policy_loss = gspo_token")
@@ -250,6 +257,7 @@ class Algorithm(Section):
             raise ValueError(
                 f"credit = token with advantage = {self.advantage}: token t of one answer cannot be compared with token t of "
                 "another; set credit = turn, or advantage = gae or reinforce_pp")
+        self._teacher_has_a_use()
         if self.advantage == "gae":
             return
         for name, neutral in (("gamma", 1.0), ("gae_lambda", 1.0), ("whiten", True)):
@@ -257,6 +265,21 @@ class Algorithm(Section):
                 raise ValueError(
                     f"{name} = {getattr(self, name)} with advantage = {self.advantage}: only gae, with a critic, has a use for "
                     "it; remove it, or set advantage = gae")
+
+    def _teacher_has_a_use(self) -> None:
+        """Raise when a teacher is missing, or alone and yet something shapes the rewards."""
+        if not self.teacher:
+            if self.advantage == "none":
+                raise ValueError("advantage = none without teacher: nothing would be learnt; set teacher, or another advantage")
+            if self.teacher_coefficient != 1.0:
+                raise ValueError(f"teacher_coefficient = {self.teacher_coefficient} without teacher; set teacher, or remove it")
+        if self.advantage == "none":
+            shaped = {"credit": self.credit != "sample", "overlong_margin": self.overlong_margin > 0,
+                      "kl_in": self.kl != "none" and self.kl_in == "reward"}
+            if name := next((name for name, set_ in shaped.items() if set_), None):
+                raise ValueError(
+                    f"{name} = {getattr(self, name)} with advantage = none: rewards play no part; remove it, or set another "
+                    "advantage, to which the teacher's is added")
 
 
 class Critic(Section):
@@ -363,7 +386,7 @@ class Vllm(Section):
     data_parallel_local: int = Field(
         default=0, ge=0, description="Replicas on this node; 0 = all. Fewer make an engine of several nodes: its leader serves."
     )
-    expert_parallel: bool = Field(default=False, description="Spread whole experts over tensor_parallel × data_parallel devices.")
+    expert_parallel: bool = Field(default=False, description="Whole experts on each of tensor_parallel × data_parallel devices.")
     all2all: Literal[
         "", "allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency", "deepep_v2", "nixl_ep"
     ] = Field(default="", description="Token exchange of expert parallelism; empty = the engine's own choice.")
@@ -392,6 +415,27 @@ class Vllm(Section):
         return self
 
 
+class Supervised(Section):
+    """Supervised fine-tuning, for `slipstream sft` alone; optimizer, micro-batches and checkpoints are those of [trainer]."""
+
+    path: str = Field(description="JSONL, Parquet or Arrow file, Hugging Face dataset folder, or s3:// place of either.")
+    split: str = Field(default="", description="Split of a dataset that has several.")
+    prompt: str = Field(default="prompt", description="Column of texts that come before the answer; not learnt.")
+    answer: str = Field(default="answer", description="Column of the answers, texts or numbers.")
+    messages: str = Field(default="messages", description="Column of chats: every turn of the assistant is learnt.")
+    system: str = Field(default="", description="Makes a chat of each prompt, with this system message before it.")
+    endpoint: str = Field(default="", description="Endpoint of an S3-compatible store, for an s3:// path.")
+    region: str = Field(default="us-east-1", description="S3 region.")
+    max_tokens: PositiveInt = Field(default=4096, description="Most tokens of a row.")
+    too_long: Literal["refuse", "skip"] = Field(default="refuse", description="What happens to longer rows.")
+    rows: PositiveInt = Field(default=32, description="Rows of one optimizer step.")
+    epochs: float | None = Field(default=None, gt=0, description="Passes over the rows, instead of run.steps.")
+    ramp_steps: PositiveInt = Field(default=10, description="Steps of linear ramp to trainer.learning_rate.")
+    decay: Literal["constant", "linear", "cosine"] = Field(default="cosine", description="Learning rate after the ramp.")
+    validation: float = Field(default=0.05, ge=0, lt=1, description="Share of the rows that is held out; 0 = none.")
+    validate_every: PositiveInt = Field(default=50, description="Steps between losses of the held-out rows.")
+
+
 class Rollout(Section):
     workers: int = Field(default=1, ge=0, description="Rollout workers that the local supervisor starts.")
     engine: Literal["torch", "vllm"] = Field(default="torch", description="Inference engine.")
@@ -403,11 +447,14 @@ class Rollout(Section):
     on_swap: Literal["keep", "recompute"] = Field(
         default="keep", description="What a weight swap does with the KV cache of sequences in flight."
     )
+    canary: bool = Field(
+        default=True, description="Prove at each load that the engine holds and uses what was published; else the old serves on."
+    )
     lease_s: Seconds = Field(default=60, description="Life of a lease without a heartbeat.")
     heartbeat_s: Seconds = Field(default=15, description="Interval of heartbeats.")
     threads: int = Field(default=1, ge=0, description="CPU threads of torch; 0 = all.")
     python: str = Field(
-        default="", description="Interpreter of rollout workers; empty = this one, or .venv-vllm/bin/python for vllm if there is one."
+        default="", description="Interpreter of rollout workers; empty = this one, for vllm .venv-vllm/bin/python if it is there."
     )
     vllm: Vllm = Vllm()
 

@@ -127,7 +127,7 @@ class RolloutMetrics(_Group):
         self.generated_tokens = self._counter("generated_tokens", "Tokens sampled.")
         self.active_slots = self._gauge("active_slots", "Sequences that are being decoded.")
         self.slots = self._gauge("slots", "Most sequences decoded together.")
-        self.swaps = self._counter("swaps", "Weight swaps: loaded, refused, failed.", "outcome")
+        self.swaps = self._counter("swaps", "Weight swaps: loaded, refused, canary (refused by it), failed.", "outcome")
         self.swap_seconds = self._histogram("swap_seconds", "Time without decoding because of a swap.")
         self.fetch_seconds = self._histogram("fetch_seconds", "Time to fetch and verify a policy version, beside decoding.")
         self.loaded_step = self._gauge("loaded_step", "Step of the loaded policy version.")

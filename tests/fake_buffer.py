@@ -81,6 +81,9 @@ class FakeBuffer(batches_pb2_grpc.BatchServiceServicer, policy_pb2_grpc.PolicySe
         self._note("publish", request.version.step, request.version)
         return policy_pb2.PublishVersionResponse()
 
+    async def ListVersions(self, request: policy_pb2.ListVersionsRequest, context: Any):
+        return policy_pb2.ListVersionsResponse()
+
     def _composition(self, number: int) -> batches_pb2.Batch:
         batch = batches_pb2.Batch(run="test", batch=number, ledger_sequence=10 * number)
         for group in self.groups(number):

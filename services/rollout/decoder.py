@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,6 +62,7 @@ class Decoder:
         self.slots, self.context, self.deterministic = slots, context, deterministic
         self.recompute_on_swap, self.merged = recompute_on_swap, merged
         self.version = version or policy_pb2.PolicyVersion()
+        self.loaded: Sequence[RawTensor] = ()  # tensors of `version`, to come back to
         if deterministic:
             self._refuse_batch_dependence()
         else:
@@ -154,17 +155,32 @@ class Decoder:
         return [done[request.id] for request in requests]
 
     @torch.inference_mode()
-    def load(self, tensors: Sequence[RawTensor], version: policy_pb2.PolicyVersion) -> None:
-        """Swap the weights in place; requests in flight go on. Raises InvalidInput, nothing changed, if they do not fit."""
+    def load(
+        self, tensors: Sequence[RawTensor], version: policy_pb2.PolicyVersion, prove: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Swap the weights in place; requests in flight go on. Raises InvalidInput, nothing changed, if they do not fit.
+
+        `prove` looks at what was loaded, before any token is sampled with it; what it raises brings the former weights back.
+        """
         verify(self.merged.adapter if self.merged else self.model, tensors)
-        if self.merged:
-            self.merged.load(tensors)
-        else:
-            load_state(self.model, tensors)
+        self._put(tensors)
+        try:
+            prove()
+        except InvalidInput:
+            if self.loaded:
+                self._put(self.loaded)
+            raise
+        self.loaded = tensors
         self.version = version
         self.rows.note_version(version)
         if self.recompute_on_swap and self.active:
             self._prompt(np.arange(self.active), self.rows.length[: self.active] - 1, draw=False)
+
+    def _put(self, tensors: Sequence[RawTensor]) -> None:
+        if self.merged:
+            self.merged.load(tensors)
+        else:
+            load_state(self.model, tensors)
 
     def _refuse_batch_dependence(self) -> None:
         kind = (getattr(self.config, "rope_parameters", None) or {}).get("rope_type", "default")

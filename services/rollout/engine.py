@@ -15,6 +15,7 @@ import numpy as np
 
 from slipstream.errors import SlipstreamError
 from slipstream.manifest import RawTensor
+from slipstream.probes import Probes
 from slipstream.protos.types.v1 import policy_pb2
 from slipstream.sample import Span
 
@@ -82,17 +83,18 @@ class Engine(Protocol):
         ...
 
     @property
-    @property
     def active(self) -> int:
         """Sequences that are being decoded."""
         ...
 
+    @property
     def generated_tokens(self) -> int:
         """Tokens generated since start."""
         ...
 
     async def start(
-        self, files: Mapping[str, bytes], tensors: Sequence[RawTensor], version: policy_pb2.PolicyVersion
+        self, files: Mapping[str, bytes], tensors: Sequence[RawTensor], version: policy_pb2.PolicyVersion,
+        probes: Probes | None = None,
     ) -> None:
         """Build the model from the version's files and load its tensors. Raises InvalidInput for a model it cannot run.
 
@@ -118,10 +120,13 @@ class Engine(Protocol):
         """Pieces as they come; the last one has the finish reason and the routes. Closing the iterator aborts."""
         ...
 
-    async def swap(self, version: policy_pb2.PolicyVersion, tensors: Sequence[RawTensor]) -> None:
+    async def swap(
+        self, version: policy_pb2.PolicyVersion, tensors: Sequence[RawTensor], probes: Probes | None = None,
+    ) -> None:
         """Let `version` generate every token sampled after this returns. Raises InvalidInput and keeps the old one.
 
-        `tensors` are the version's own: of an adapter A and B alone.
+        `tensors` are the version's own: of an adapter A and B alone. With `probes`, the engine proves before it goes on that it
+        holds what was published; when it does not, that is InvalidInput (CANARY).
         """
         ...
 

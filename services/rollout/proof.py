@@ -2,9 +2,12 @@
 
 1. Cached decoding equals a full forward: the cache, masks and positions suit this family.
 2. When deterministic: a sequence gets the same bits alone and in company, on this machine's kernels.
+3. Of each version: the model holds the published bytes, and scores the trainer's probes as the trainer does (the canary).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -12,6 +15,10 @@ import torch
 from services.rollout.decoder import Decoder
 from services.rollout.engine import Request
 from slipstream.errors import InvalidInput
+from slipstream.manifest import RawTensor
+from slipstream.model import views
+from slipstream.objects import Piece
+from slipstream.probes import Probes
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}  # nats; a wrong mask or position is off by more
 NEW_TOKENS = 3
@@ -39,6 +46,27 @@ def prove(decoder: Decoder) -> None:
                 f"{name}: a sequence gets other bits alone than in company on this machine; set schedule.deterministic = false "
                 "and schedule.mode = free", "DETERMINISTIC", model=name)
     decoder.generated_tokens = 0
+
+
+@torch.inference_mode()
+def prove_version(decoder: Decoder, tensors: Sequence[RawTensor], probes: Probes) -> None:
+    """Raises InvalidInput (CANARY) when the model is not that of `tensors`, or not that of `probes`.
+
+    Stale or half-loaded tensors differ in their bytes; merged adapters have no bytes to compare. What is wrong with the right
+    bytes (scrambled where they are used, merged wrongly) shows in the probes.
+    """
+    if decoder.merged is None:
+        held = {t.name: t.data for t in views(decoder.model)}
+        if wrong := [t.name for t in tensors if not _same(held[t.name], t.data)]:
+            raise InvalidInput(
+                f"the engine holds other bytes than were published in {len(wrong)} tensors, first {wrong[0]}", "CANARY",
+                tensor=wrong[0])
+    scored = np.stack([_full(decoder, tokens, 1) for tokens in probes.tokens])
+    probes.judge(scored, str(next(decoder.model.parameters()).dtype).removeprefix("torch."))
+
+
+def _same(one: Piece, other: Piece) -> bool:
+    return np.array_equal(np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8))
 
 
 @torch.inference_mode()

@@ -22,11 +22,12 @@ import torch
 
 from services.rollout.decoder import Decoder
 from services.rollout.engine import Ended, Generation, Request
-from services.rollout.proof import prove
+from services.rollout.proof import prove, prove_version
 from slipstream.config import RunFile
 from slipstream.errors import InvalidInput, SlipstreamError, Unavailable
 from slipstream.manifest import RawTensor
 from slipstream.model import assembled, stop_token_ids
+from slipstream.probes import Probes
 from slipstream.protos.types.v1 import policy_pb2
 
 
@@ -34,6 +35,7 @@ from slipstream.protos.types.v1 import policy_pb2
 class _Swap:
     version: policy_pb2.PolicyVersion
     tensors: Sequence[RawTensor]
+    probes: Probes | None
     done: asyncio.Future[None]
 
 
@@ -86,11 +88,13 @@ class TorchEngine:
         return self._decoder.generated_tokens if self._decoder else 0
 
     async def start(
-        self, files: Mapping[str, bytes], tensors: Sequence[RawTensor], version: policy_pb2.PolicyVersion
+        self, files: Mapping[str, bytes], tensors: Sequence[RawTensor], version: policy_pb2.PolicyVersion,
+        probes: Probes | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         started: asyncio.Future[None] = self._loop.create_future()
-        self._thread = threading.Thread(target=self._main, args=(files, tensors, version, started), name="engine", daemon=True)
+        first = _Swap(version, tensors, probes, started)
+        self._thread = threading.Thread(target=self._main, args=(files, first), name="engine", daemon=True)
         self._thread.start()
         await started
 
@@ -134,9 +138,11 @@ class TorchEngine:
             if self._streams.pop(request.id, None):
                 self.abort([request.id])
 
-    async def swap(self, version: policy_pb2.PolicyVersion, tensors: Sequence[RawTensor]) -> None:
+    async def swap(
+        self, version: policy_pb2.PolicyVersion, tensors: Sequence[RawTensor], probes: Probes | None = None,
+    ) -> None:
         done = self._running().create_future()
-        self._hand_over(_Swap(version, tensors, done))
+        self._hand_over(_Swap(version, tensors, probes, done))
         await done
 
     def abort(self, requests: Iterable[int]) -> None:
@@ -198,38 +204,35 @@ class TorchEngine:
 
     # in the engine's thread
 
-    def _main(
-        self, files: Mapping[str, bytes], tensors: Sequence[RawTensor], version: policy_pb2.PolicyVersion,
-        started: asyncio.Future[None],
-    ) -> None:
+    def _main(self, files: Mapping[str, bytes], first: _Swap) -> None:
         assert self._loop is not None
         try:
-            decoder = self._build(files, tensors, version)
+            decoder = self._build(files, first)
         except BaseException as error:
-            self._loop.call_soon_threadsafe(_settle, started, error)
+            self._loop.call_soon_threadsafe(_settle, first.done, error)
             return
         self._decoder = decoder
-        self._loop.call_soon_threadsafe(_settle, started, None)
+        self._loop.call_soon_threadsafe(_settle, first.done, None)
         try:
             self._run_steps(decoder)
         except BaseException as error:
             self._loop.call_soon_threadsafe(self._fail, error)
             raise
 
-    def _build(
-        self, files: Mapping[str, bytes], tensors: Sequence[RawTensor], version: policy_pb2.PolicyVersion
-    ) -> Decoder:
+    def _build(self, files: Mapping[str, bytes], first: _Swap) -> Decoder:
         run = self._run
         if run.rollout.threads:
             torch.set_num_threads(run.rollout.threads)
         experts = "dense" if run.deterministic else "grouped_mm" if run.model.experts == "auto" else run.model.experts
-        model, self._tokenizer, merged = assembled(files, tensors, run.model.dtype, experts)
+        model, self._tokenizer, merged = assembled(files, first.tensors, run.model.dtype, experts)
         self._stops = stop_token_ids(self._tokenizer, model)
         decoder = Decoder(
             model, run.rollout.slots, run.rollout.context, deterministic=run.deterministic,
             capture_routes=run.rollout.capture_routes, recompute_on_swap=run.rollout.on_swap == "recompute", merged=merged)
         prove(decoder)
-        decoder.version = version
+        if first.probes is not None:
+            prove_version(decoder, first.tensors, first.probes)
+        decoder.version = first.version
         return decoder
 
     def _run_steps(self, decoder: Decoder) -> None:
@@ -265,7 +268,9 @@ class TorchEngine:
         assert self._loop is not None
         error: BaseException | None = None
         try:
-            decoder.load(item.tensors, item.version)
+            probes = item.probes
+            decoder.load(
+                item.tensors, item.version, lambda: None if probes is None else prove_version(decoder, item.tensors, probes))
         except SlipstreamError as refused:
             error = refused
         self._loop.call_soon_threadsafe(_settle, item.done, error)

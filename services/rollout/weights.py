@@ -19,7 +19,8 @@ import grpc
 from services.rollout.engine import Engine
 from slipstream import logs, rpc
 from slipstream.errors import ConfigError, InvalidInput, NotFound, SlipstreamError, Unavailable, from_rpc_error
-from slipstream.manifest import FileEntry, Manifest, RawTensor, read_complete, read_files, read_manifest, read_tensors
+from slipstream.manifest import FileEntry, Held, Manifest, RawTensor, read_complete, read_files, read_manifest, read_tensors
+from slipstream.probes import Probes
 from slipstream.protos.buffer.v1 import policy_pb2 as pb
 from slipstream.protos.buffer.v1.policy_pb2_grpc import PolicyServiceStub
 from slipstream.protos.types.v1.policy_pb2 import PolicyVersion
@@ -53,6 +54,7 @@ class Weights:
         self._wanted: PolicyVersion | None = None
         self.swapping = False
         self._base: FileEntry | None = None  # of the engine that runs
+        self._held: Held | None = None  # what it runs: patches go on from there
 
     def start(self) -> None:
         """Spawn the loops."""
@@ -148,10 +150,12 @@ class Weights:
             await self._before_swap()
             started, self.swapping = time.perf_counter(), True
             try:
-                await self._engine.swap(version, tensors)
+                await self._engine.swap(version, tensors, self._canary(manifest))
             finally:
                 self.swapping = False
             self._metrics.swap_seconds.observe(time.perf_counter() - started)
+        if manifest.base is None:
+            self._held = Held(version, tensors, manifest.full)
         self._metrics.swaps.labels("loaded").inc()
         self._metrics.loaded_step.set(version.step)
         self._metrics.policy_version.set(version.number)
@@ -177,14 +181,17 @@ class Weights:
             raise InvalidInput(
                 f"version {version.number} goes on from {manifest.base and manifest.base.key}, this engine was started on "
                 f"{self._base and self._base.key}: start the worker again", "BASE", version=version.number)
-        return manifest, await read_tensors(context.store, manifest)
+        return manifest, await read_tensors(context.store, manifest, self._held)
+
+    def _canary(self, manifest: Manifest) -> Probes | None:
+        return manifest.probes if self._context.run.rollout.canary else None
 
     async def _first(self, manifest: Manifest, tensors: Sequence[RawTensor], version: PolicyVersion) -> None:
         """Build the engine. A model that it cannot run is a matter of configuration: starting again does not help."""
         files = await read_files(self._context.store, manifest)
         try:
             with self._context.waits.on(f"engine: building the model of version {version.number}"):
-                await self._engine.start(files, tensors, version)
+                await self._engine.start(files, tensors, version, self._canary(manifest))
             self._base = manifest.base
         except InvalidInput as error:
             raise ConfigError(error.message, error.reason) from error
@@ -193,7 +200,7 @@ class Weights:
         if isinstance(error, ConfigError):
             raise error
         refused = isinstance(error, InvalidInput) and not isinstance(error, NotFound)
-        self._metrics.swaps.labels("refused" if refused else "failed").inc()
+        self._metrics.swaps.labels("canary" if error.reason == "CANARY" else "refused" if refused else "failed").inc()
         log.warning(
             "policy version not loaded, the old one serves on", version=version.number, step=version.step, reason=error.reason,
             error=error.message)
