@@ -18,7 +18,8 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from services.trainer import supervised
+import numpy as np
+
 from services.trainer.learner import Learner
 from services.trainer.optimizer import ramp
 from services.trainer.packing import Row
@@ -31,8 +32,6 @@ from slipstream.lifecycle import Waits
 
 # Indexes of procedural tasks from here on: no run draws that many.
 FIRST_INDEX = 1 << 40
-
-WHOSE = "an environment"
 
 log = logs.get("trainer.warmup")
 
@@ -59,8 +58,11 @@ async def warm_up(
 
 def row(tokenizer: Any, reset: Reset) -> Row:
     """Prompt + answer + end token as one row whose targets are the answer and the end token."""
-    answer = [*supervised.encoded(tokenizer, reset.answer, WHOSE), tokenizer.eos_token_id]
-    return supervised.prompt_and_answer(prompt_tokens(tokenizer, reset), answer)
+    prompt, answer = prompt_tokens(tokenizer, reset), [*_encoded(tokenizer, reset.answer), tokenizer.eos_token_id]
+    tokens = np.array([*prompt, *answer], np.int32)
+    index = np.arange(len(prompt) - 1, len(tokens) - 1)
+    nothing = np.zeros(len(answer))
+    return Row(tokens[:-1], index, tokens[index + 1], nothing.astype(np.float32), nothing.astype(np.int64))
 
 
 def prompt_tokens(tokenizer: Any, reset: Reset) -> Sequence[int]:
@@ -69,13 +71,20 @@ def prompt_tokens(tokenizer: Any, reset: Reset) -> Sequence[int]:
         prompt = list(reset.tokens)
     elif reset.messages is not None:
         messages = [dict(m) for m in reset.messages]
-        chat = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        prompt = supervised.encoded(tokenizer, chat, WHOSE)
+        prompt = _encoded(tokenizer, tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     else:
-        prompt = supervised.encoded(tokenizer, reset.text or "", WHOSE)
+        prompt = _encoded(tokenizer, reset.text or "")
     if not prompt:
         raise ConfigError("the warm-up got an empty prompt from an environment; nothing predicts its answer's first token")
     return prompt
+
+
+def _encoded(tokenizer: Any, text: str) -> list[int]:
+    try:
+        return tokenizer.encode(text, add_special_tokens=False)
+    except Exception as error:  # tokenizers raise bare Exception
+        raise ConfigError(
+            f"the tokenizer cannot encode {text[:80]!r} of an environment ({error}); is a character missing?") from error
 
 
 async def _rows(
