@@ -167,8 +167,7 @@ class Decoder:
         try:
             prove()
         except InvalidInput:
-            if self.loaded:
-                self._put(self.loaded)
+            self._put(self.loaded)
             raise
         self.loaded = tensors
         self.version = version

@@ -232,7 +232,7 @@ class TorchEngine:
         prove(decoder)
         if first.probes is not None:
             prove_version(decoder, first.tensors, first.probes)
-        decoder.version = first.version
+        decoder.version, decoder.loaded = first.version, merged.adapter.tensors() if merged else first.tensors
         return decoder
 
     def _run_steps(self, decoder: Decoder) -> None:
