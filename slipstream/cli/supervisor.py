@@ -25,6 +25,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from slipstream import rpc
 from slipstream.cli import embedded_redis, guard
 from slipstream.cli.interpreters import interpreter
 from slipstream.cli.processes import CONFIGURATION_ERROR, FENCED, Command, Death, Limits, Process
@@ -78,8 +79,9 @@ class Supervisor:
             redis_url = f"unix://{self._socket}"
             commands.append(Command("redis", "redis", embedded_redis.command(
                 embedded_redis.binary(), self._socket, self.folder.redis, run.buffer.durability), self.folder.log("redis")))
-        commands.append(self._service("buffer", "buffer", "--redis", redis_url, "--port",
-                                      run.service.buffer_address.rpartition(":")[2]))
+        host, _, port = run.service.buffer_address.rpartition(":")  # off loopback, workers elsewhere may join
+        beyond = () if rpc.is_loopback(run.service.buffer_address) else ("--host", host.strip("[]"))
+        commands.append(self._service("buffer", "buffer", "--redis", redis_url, "--port", port, *beyond))
         commands += [self._service("reward", f"reward-{i}") for i in range(run.reward.workers)]
         commands += [self._service("rollout", f"rollout-{i}") for i in range(run.rollout.workers)]
         commands.append(self._service("trainer", "trainer-0"))

@@ -1,0 +1,163 @@
+"""What it costs to be locked down: the demo with certificates and tokens checked, over the demo as it is on a laptop.
+
+    python -m benchmarks.security --json FILE [--steps 80] [--seeds 3] [--calls 2000]
+
+Arms, interleaved seed by seed, so that a slow minute of the machine hits both:
+
+    off    plaintext on loopback; role tokens of the run's secret, as `make demo` has them
+    on     every service behind mutual TLS, roles by certificate, secrets read again, content kept out of logs
+
+Time of a step: (time of the last step - time of step SKIP) / steps between, from each run's own step log; start and warm-up are
+outside. Figures are medians over seeds:
+
+    throughput_on_over_off  step time off / step time on, within a seed; 1 = free, 0.9 = the most that is acceptable
+    cpu_on_over_off         CPU of all processes a step, which hardly depends on what else the machine does
+    call_ms_off, call_ms_on one small call after the other, channel and server in one process
+    large_ms_off, ..._on    the same with 4 MiB up
+    handshake_ms            a new connection with its first call
+    reward_off, reward_on   mean reward of the last ten steps
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from benchmarks.cost import cpu_s
+from benchmarks.overlap import DEMO, ROOT
+from benchmarks.record import publish
+from slipstream import auth, auth_credentials, rpc, tls_authority
+from slipstream.auth_credentials import Credentials
+from slipstream.cli.metrics import parse
+from slipstream.tls import Certificates
+
+SKIP, WINDOW = 10, 10
+ECHO = "/slipstream.types.v1.StatusService/GetStatus"  # a method that every role may call
+LARGE = 4 << 20
+
+
+def one_run(folder: Path, steps: int, seed: int, certificates: Path | None) -> dict[str, float]:
+    """Milliseconds and CPU milliseconds a step, and the last reward, of one `slipstream run`."""
+    run = folder / f"run-{seed}-{'on' if certificates else 'off'}"
+    command = [sys.executable, "-m", "slipstream.cli", "run", str(DEMO), "--plain"]
+    for name, value in {
+        "run.folder": run, "run.steps": steps + 1, "run.seed": seed, "run.target_reward": 2.0,
+        **({"security.tls_dir": certificates} if certificates else {})}.items():
+        command += ["--set", f"{name}={value}"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        rows = _wait(run, process, SKIP)
+        before, first = sum(cpu_s(str(run)).values()), len(rows)
+        rows = _wait(run, process, steps)
+        cpu_ms = (sum(cpu_s(str(run)).values()) - before) * 1000 / (len(rows) - first)
+    finally:
+        process.terminate()
+        process.wait(120)
+    seconds = rows[-1]["time_unix"] - rows[first - 1]["time_unix"]
+    return {
+        "step_ms": seconds * 1000 / (len(rows) - first), "cpu_ms": cpu_ms,
+        "reward": statistics.fmean(row["reward_mean"] for row in rows[-WINDOW:])}
+
+
+def _wait(run: Path, process: subprocess.Popen[bytes], steps: int) -> list[dict[str, Any]]:
+    """The step log once it has so many lines. Raises SystemExit when the run ends before."""
+    path = run / "metrics.jsonl"
+    while True:
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        if len(lines) >= steps:
+            return [row for row in map(parse, lines) if row]
+        if process.poll() is not None:
+            raise SystemExit(f"the run in {run} ended before step {steps}: see {run / 'logs'}")
+        time.sleep(0.05)
+
+
+class _Echo(grpc.GenericRpcHandler):
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        async def answer(request: bytes, context: Any) -> bytes:
+            return b""
+
+        return grpc.unary_unary_rpc_method_handler(answer) if handler_call_details.method == ECHO else None
+
+
+def _register(servicer: object, server: Any) -> None:
+    server.add_generic_rpc_handlers((_Echo(),))
+
+
+async def calls(folder: Path, count: int) -> dict[str, float]:
+    """Milliseconds of a call, with a run's secret and with certificates."""
+    found: dict[str, float] = {}
+    arms = {
+        "off": tuple(auth_credentials.fixed(b"s" * 32, role) for role in ("buffer", "rollout")),
+        "on": tuple(Credentials(role, "demo", certificates=Certificates(folder, role)) for role in ("buffer", "rollout"))}
+    for name, (server, client) in arms.items():
+        async with rpc.Server("127.0.0.1", 0, [(_register, None)], credentials=server) as running:
+            async with rpc.channel(running.address, credentials=client) as channel:
+                call = channel.unary_unary(ECHO)
+                await call(b"", timeout=10)
+                found[f"call_ms_{name}"] = await _each(call, b"", count)
+                found[f"large_ms_{name}"] = await _each(call, bytes(LARGE), max(1, count // 100))
+            if name == "on":
+                found["handshake_ms"] = await _handshakes(running.address, client)
+    return found
+
+
+async def _each(call: Any, request: bytes, count: int) -> float:
+    times = []
+    for _ in range(count):
+        started = time.perf_counter()
+        await call(request, timeout=30)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times) * 1000
+
+
+async def _handshakes(address: str, client: Credentials) -> float:
+    times = []
+    for _ in range(20):
+        started = time.perf_counter()
+        async with rpc.channel(address, credentials=client) as channel:
+            await channel.unary_unary(ECHO)(b"", timeout=10)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times) * 1000
+
+
+def main() -> None:
+    """See the module's text."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--seeds", type=int, default=3, help="0 = calls only")
+    parser.add_argument("--calls", type=int, default=2000)
+    parser.add_argument("--json", default="")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        authority = tls_authority.create_authority()
+        for role in auth.ROLES:
+            tls_authority.issue(authority, folder / "certs" / role, role)
+        figures: dict[str, Any] = asyncio.run(calls(folder / "certs", arguments.calls))
+        off, on = [], []
+        for seed in range(arguments.seeds):
+            off.append(one_run(folder, arguments.steps, seed, None))
+            on.append(one_run(folder, arguments.steps, seed, folder / "certs"))
+    rows = [[n, f"{figures[f'{n}_ms_off']:.2f}", f"{figures[f'{n}_ms_on']:.2f}"] for n in ("call", "large")]
+    if off:
+        pairs = list(zip(off, on, strict=True))
+        figures["throughput_on_over_off"] = statistics.median(a["step_ms"] / b["step_ms"] for a, b in pairs)
+        figures["cpu_on_over_off"] = statistics.median(b["cpu_ms"] / a["cpu_ms"] for a, b in pairs)
+        for key in ("step_ms", "cpu_ms", "reward"):
+            values = [statistics.median(run[key] for run in arm) for arm in (off, on)]
+            figures[f"{key}_off"], figures[f"{key}_on"] = values
+            rows.append([key, *(f"{value:.2f}" for value in values)])
+    publish("The demo without and with certificates", ["", "off", "on"], rows, figures, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
