@@ -246,7 +246,21 @@ class ServiceContext:
             temp = path.with_name(f".{path.name}.{os.getpid()}")
             temp.write_text(json.dumps(content))
             temp.replace(path)
+            self._write_run_file()
         return path
+
+    def _write_run_file(self) -> None:
+        """Where no supervisor wrote the resolved run file (a pod), the command line finds the run in this folder, too."""
+        run, args, path = self.run, self.arguments, self.run.folder / "run.json"
+        if path.exists():
+            return
+        given = {"tls_dir": args.tls_dir, "secret_file": args.secret_file}
+        security = run.security.model_copy(update={name: value for name, value in given.items() if value})
+        buffer = args.buffer or f"127.0.0.1:{self.address.rpartition(':')[2]}"
+        service = run.service.model_copy(update={"buffer_address": buffer})
+        temp = path.with_name(f".run.json.{os.getpid()}")
+        temp.write_text(run.model_copy(update={"security": security, "service": service}).model_dump_json(indent=1))
+        temp.replace(path)
 
 
 class _StatusServicer(status_pb2_grpc.StatusServiceServicer):

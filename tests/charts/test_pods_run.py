@@ -86,6 +86,10 @@ def test_the_buffer_pod_serves_is_probed_and_stops(mounts: Path) -> None:
         assert status == health_pb2.HealthCheckResponse.SERVING, process.stdout and process.stdout.read()
         with pytest.raises(grpc.RpcError):
             health(port)
+        # What the notes say to do: `kubectl exec` into the pod and ask the ledger, with the pod's own certificate.
+        ask = [sys.executable, "-m", "slipstream.cli", "ledger", f"{mounts}/etc/slipstream/run/run.toml"]
+        told = subprocess.run(ask, cwd=work, env=environment, capture_output=True, text=True, check=True, timeout=60)
+        assert "asked the buffer" in told.stdout
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=pod["spec"]["terminationGracePeriodSeconds"]) == 0
         assert list(work.iterdir())  # the run folder, in the volume
