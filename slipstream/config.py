@@ -37,6 +37,7 @@ from slipstream.config_sections import (
     Schedule,
     Section,
     Service,
+    Supervised,
     Trainer,
 )
 from slipstream.config_sections import (
@@ -54,11 +55,12 @@ class RunFile(Section):
 
     run: Run
     model: Model
-    environments: tuple[Environment, ...] = Field(min_length=1, description="Where tasks come from.")
+    environments: tuple[Environment, ...] = Field(default=(), description="Where tasks come from; only [sft] needs none.")
     schedule: Schedule = Schedule()
     algorithm: Algorithm = Algorithm()
     critic: Critic = Critic()
     trainer: Trainer = Trainer()
+    sft: Supervised | None = None
     alarms: Alarms = Alarms()
     rollout: Rollout = Rollout()
     reward: Reward = Reward()
@@ -70,6 +72,8 @@ class RunFile(Section):
     @model_validator(mode="after")
     def _consistent(self) -> RunFile:
         schedule, trainer, rollout = self.schedule, self.trainer, self.rollout
+        if not self.environments and self.sft is None:
+            raise ValueError("environments is missing: a run takes its tasks from at least one; set [[environments]]")
         if trainer.publish_every > schedule.max_lag + 1:
             raise ValueError(
                 f"trainer.publish_every = {trainer.publish_every} exceeds schedule.max_lag + 1 = {schedule.max_lag + 1}: "

@@ -18,8 +18,7 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-import numpy as np
-
+from services.trainer import supervised
 from services.trainer.learner import Learner
 from services.trainer.optimizer import ramp
 from services.trainer.packing import Row
@@ -32,6 +31,8 @@ from slipstream.lifecycle import Waits
 
 # Indexes of procedural tasks from here on: no run draws that many.
 FIRST_INDEX = 1 << 40
+
+WHOSE = "an environment"
 
 log = logs.get("trainer.warmup")
 
@@ -58,11 +59,8 @@ async def warm_up(
 
 def row(tokenizer: Any, reset: Reset) -> Row:
     """Prompt + answer + end token as one row whose targets are the answer and the end token."""
-    prompt, answer = prompt_tokens(tokenizer, reset), [*_encoded(tokenizer, reset.answer), tokenizer.eos_token_id]
-    tokens = np.array([*prompt, *answer], np.int32)
-    index = np.arange(len(prompt) - 1, len(tokens) - 1)
-    nothing = np.zeros(len(answer))
-    return Row(tokens[:-1], index, tokens[index + 1], nothing.astype(np.float32), nothing.astype(np.int64))
+    answer = [*supervised.encoded(tokenizer, reset.answer, WHOSE), tokenizer.eos_token_id]
+    return supervised.prompt_and_answer(prompt_tokens(tokenizer, reset), answer)
 
 
 def prompt_tokens(tokenizer: Any, reset: Reset) -> Sequence[int]:
@@ -71,20 +69,13 @@ def prompt_tokens(tokenizer: Any, reset: Reset) -> Sequence[int]:
         prompt = list(reset.tokens)
     elif reset.messages is not None:
         messages = [dict(m) for m in reset.messages]
-        prompt = _encoded(tokenizer, tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        chat = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        prompt = supervised.encoded(tokenizer, chat, WHOSE)
     else:
-        prompt = _encoded(tokenizer, reset.text or "")
+        prompt = supervised.encoded(tokenizer, reset.text or "", WHOSE)
     if not prompt:
         raise ConfigError("the warm-up got an empty prompt from an environment; nothing predicts its answer's first token")
     return prompt
-
-
-def _encoded(tokenizer: Any, text: str) -> list[int]:
-    try:
-        return tokenizer.encode(text, add_special_tokens=False)
-    except Exception as error:  # tokenizers raise bare Exception
-        raise ConfigError(
-            f"the tokenizer cannot encode {text[:80]!r} of an environment ({error}); is a character missing?") from error
 
 
 async def _rows(

@@ -129,6 +129,20 @@ def replay(
 
 
 @app.command()
+def sft(
+    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="Run file with a table [sft].")],
+    set_: Annotated[list[str] | None, typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override a setting: --set sft.epochs=2. Repeatable.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Delete what the run folder holds and start over.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Supervised fine-tuning on a dataset, before a run: leaves a model directory. Resumes what its folder holds."""
+    from slipstream.cli import sft as command
+    from slipstream.config import load
+    raise typer.Exit(command.sft(load(run_file, set_ or []), fresh))
+
+
+@app.command()
 def fork(
     place: Annotated[str, typer.Argument(metavar="RUN@K", help="Run, and the step after which the new one starts.")],
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the new run.")],

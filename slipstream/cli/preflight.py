@@ -31,6 +31,7 @@ REACH_S = 5.0  # an environment or Redis answers within this
 
 async def check(run: RunFile) -> None:
     """Raises ConfigError for the first thing that cannot work."""
+    tasks(run)
     model(run)
     packages(run)
     certificates(run)
@@ -43,6 +44,7 @@ async def problems(run: RunFile) -> list[str]:
     """Everything that `check` would refuse, and whether the model can be built and run: for --dry-run, which has the time."""
     found: list[str] = []
     looks = [
+        tasks,
         model, packages, certificates, redis, *(functools.partial(environment, e) for e in run.environments), buffer_port,
         built_model]
     for look in looks:
@@ -69,6 +71,12 @@ async def built_model(run: RunFile) -> None:
     if process.returncode:
         lines = said.decode(errors="replace").strip().splitlines()
         raise ConfigError(lines[-1] if lines else "model.build: trying it ended the process")
+
+
+def tasks(run: RunFile) -> None:
+    """There is an environment to take tasks from."""
+    if not run.environments:
+        raise ConfigError("environments is empty: this run file is one for `slipstream sft`; name an environment to run it")
 
 
 def model(run: RunFile) -> None:

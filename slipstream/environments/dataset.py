@@ -67,7 +67,7 @@ class Dataset(Environment):
 
     def reset(self, task: Task) -> Reset:
         row = self._rows[task.index]
-        seen, answer, scorer = row[self._seen], _text(row.get(self._answer)), row.get(self._scorer) or ""
+        seen, answer, scorer = row[self._seen], text_of(row.get(self._answer)), row.get(self._scorer) or ""
         rest = {k: v for k, v in row.items() if k not in (self._seen, self._answer, self._scorer)}
         info = json.loads(json.dumps(rest, default=str))  # dates and the like as text
         if isinstance(seen, list):
@@ -88,7 +88,7 @@ class Dataset(Environment):
             f"{nearest(self.columns[roles[0]], list(self._rows[0]))}; name the right one, as in args.{roles[0]} = \"...\"")
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
     """An answer as text: numbers as JSON writes them, whole ones without a point."""
     if value is None or isinstance(value, str):
         return value or ""
