@@ -1,0 +1,133 @@
+"""vLLM's life beside this process: started from a checkpoint, given others, proved, ended. Knows nothing of our requests."""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from services.rollout import vllm_arguments
+from services.rollout.engine import Request
+from services.rollout.vllm_checkpoint import Checkpoints, checksum
+from services.rollout.vllm_signals import Signals, logger
+from slipstream.config import RunFile
+from slipstream.errors import InvalidInput
+from slipstream.probes import Probes
+
+SHUTDOWN_S = 5.0
+PROOF_TOKENS, PROOF_PROMPT = 4, 8
+
+
+class VllmProcess:
+    """One AsyncLLM at a time. `shape` is the model's configuration; `extension` the class that runs in the worker."""
+
+    def __init__(
+        self, run: RunFile, checkpoints: Checkpoints, shape: Mapping[str, Any], extension: str, signals: Signals,
+        observe: Callable[[float], None] | None,
+    ) -> None:
+        self._run, self._checkpoints, self._shape, self._extension = run, checkpoints, shape, extension
+        self._signals, self._observe = signals, observe
+        self.llm: Any = None
+
+    async def start(self, path: str, exchange: int) -> None:
+        """Start with the checkpoint at `path`, whose tokens are stamped `exchange`. Raises InvalidInput for what cannot run."""
+        self._checkpoints.become(path)
+        run = self._run
+        os.environ.update(vllm_arguments.environment(run, cpu=False))
+        from vllm import AsyncEngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        cpu = current_platform.is_cpu()
+        os.environ.update(vllm_arguments.environment(run, cpu))
+        arguments = vllm_arguments.engine_arguments(run, str(self._checkpoints.folder), self._shape, self._extension, cpu)
+        loggers = [logger(self._signals, self._observe)]
+        try:
+            self.llm = await asyncio.to_thread(
+                AsyncLLM.from_engine_args, AsyncEngineArgs(**arguments, disable_log_stats=True), stat_loggers=loggers)
+            if run.rollout.capture_routes and cpu:
+                await self.call("slipstream_capture")
+            await self.llm.update_weight_version(str(exchange))
+        except (ValueError, TypeError, RuntimeError, NotImplementedError, OSError) as error:
+            raise InvalidInput(f"vLLM cannot run this model: {' '.join(str(error).split())[:400]}", "MODEL") from error
+
+    async def stop(self) -> None:
+        """End it, whatever it is doing. Idempotent."""
+        llm, self.llm = self.llm, None
+        if llm is not None:
+            await asyncio.to_thread(llm.shutdown, SHUTDOWN_S)
+
+    async def call(self, method: str, *arguments: Any) -> list[Any]:
+        """A method of the worker extension, between two steps: the results of all workers."""
+        return await self.llm.collective_rpc(method, args=arguments)
+
+    async def load(self, path: str, exchange: int, recompute: bool, before_resume: Callable[[], None] = lambda: None) -> None:
+        """Pause, load a verified checkpoint, stamp tokens with `exchange` from here on, resume.
+
+        When this raises the model may be between two versions and decoding stands still: `stop` and `start` are what is left.
+        """
+        await self.llm.pause_generation(mode="keep", clear_cache=recompute)
+        await self.call("slipstream_load", path)
+        await self.llm.update_weight_version(str(exchange))
+        before_resume()
+        await self.llm.resume_generation()
+
+    async def prove(self, path: str, exchange: int) -> None:
+        """Loading the weights that are there must change no bit. Raises InvalidInput when it does.
+
+        It did with the experts of vLLM 0.32 on CPUs, which `vllm_moe_reload` mends, and may in versions that nobody has tried.
+        """
+        before = await self._probe("before")
+        await self.call("slipstream_verify", path, await asyncio.to_thread(checksum, path))
+        await self.load(path, exchange, recompute=True)
+        after = await self._probe("after")
+        if before != after:
+            raise InvalidInput(
+                f"vLLM gives other log-probabilities after loading the same weights again ({before} and {after}): policy "
+                'versions would not be what they say; use another version of vLLM, or rollout.engine = "torch"', "RELOAD")
+        self._signals.generated_tokens = self._signals.prompt_tokens = 0
+
+    async def score(self, probes: Probes | None) -> None:
+        """The canary: raises InvalidInput (CANARY) when the trainer's model scores the probes otherwise than this one."""
+        if probes is None:
+            return
+        from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        size = min(probes.tokens.shape[1], self._run.rollout.context - 1)
+        params = SamplingParams(
+            max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+        collectors = [
+            await self.llm.add_request(f"canary-{i}", tokens_input(tokens.tolist()), params)
+            for i, tokens in enumerate(probes.tokens[:, :size])]
+        found = np.zeros((len(collectors), size - 1))
+        for i, collector in enumerate(collectors):
+            output = await collector.get()
+            for t, (token, entry) in enumerate(zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)):
+                found[i, t] = entry[token].logprob
+            if self._run.rollout.capture_routes:
+                await self.call("slipstream_routes", [collector.request_id])
+        dataclasses.replace(probes, tokens=probes.tokens[:, :size], logprobs=probes.logprobs[:, : size - 1]).judge(
+            found, self._run.model.dtype)
+
+    async def _probe(self, name: str) -> list[list[float]]:
+        """Log-probabilities of two short greedy answers, asked one after the other."""
+        from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        found, vocabulary = [], int(self._shape["vocab_size"])
+        size = max(1, min(PROOF_PROMPT, self._run.rollout.context - PROOF_TOKENS))
+        for i in range(2):
+            prompt = (np.arange(i + 1, i + 1 + size) % vocabulary).astype(np.int32)
+            arguments = vllm_arguments.sampling(self._run, Request(prompt, PROOF_TOKENS, greedy=True))
+            params = SamplingParams(**arguments, output_kind=RequestOutputKind.FINAL_ONLY)
+            collector = await self.llm.add_request(f"proof-{name}-{i}", tokens_input(prompt.tolist(), cache_salt=name), params)
+            found.append(list((await collector.get()).outputs[0].logprobs.logprobs))
+        return found

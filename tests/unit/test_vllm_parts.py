@@ -1,0 +1,148 @@
+"""The parts of the vLLM engine that need no vLLM: what it is started with, what it loads, how routes are filed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from services.rollout import vllm_arguments
+from services.rollout.engine import Generation, Request
+from services.rollout.vllm_answers import Asked, generation, rest
+from services.rollout.vllm_checkpoint import Checkpoints, checksum
+from services.rollout.vllm_routes import Rows
+from slipstream.errors import ConfigError
+from slipstream.model import files, state
+from slipstream.protos.types.v1.policy_pb2 import PolicyVersion
+from slipstream.sample import FINISH_STOP, Span
+from tests.engine_models import FAMILIES, MOE, tiny
+from tests.rollout_runs import run_file
+
+SHAPE = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 2, "vocab_size": 32}
+
+
+def arguments(folder: Path, cpu: bool, rollout: dict[str, Any] | None = None, **vllm: Any) -> dict[str, Any]:
+    run = run_file(folder, rollout={"engine": "vllm", "vllm": vllm, **(rollout or {})})
+    return vllm_arguments.engine_arguments(run, "/model", SHAPE, "module.Class", cpu)
+
+
+def test_on_a_cpu_dtype_cache_and_block_are_explicit(tmp_path: Path) -> None:
+    """vLLM's `auto` would make float32 checkpoints bfloat16, its block of 128 share no prompt, its cache take 4 GB."""
+    found = arguments(tmp_path, cpu=True)
+    assert (found["dtype"], found["logprobs_mode"], found["block_size"]) == ("float32", "processed_logprobs", 32)
+    assert (found["max_num_seqs"], found["max_model_len"], found["enforce_eager"]) == (16, 64, True)
+    assert found["kv_cache_memory_bytes"] == 16 * 3 * 32 * (2 * 2 * 2 * 32 * 4)  # slots × blocks × tokens × bytes of a token
+    assert found["distributed_executor_backend"] == "uni" and "enable_return_routed_experts" not in found
+
+
+def test_on_a_gpu_the_engine_decides_what_nobody_set(tmp_path: Path) -> None:
+    """Routes are the engine's own there. Not yet run on a GPU."""
+    found = arguments(tmp_path, cpu=False, rollout={"capture_routes": True})
+    assert not found["enforce_eager"] and found["enable_return_routed_experts"]
+    assert not {"block_size", "kv_cache_memory_bytes", "distributed_executor_backend"} & found.keys()
+    assert arguments(tmp_path, cpu=False, engine_args={"gpu_memory_utilization": 0.8})["gpu_memory_utilization"] == 0.8
+
+
+def test_expert_parallel_engines_exchange_tokens_by_name(tmp_path: Path) -> None:
+    """Sixteen devices on two nodes through DeepEP: the engine's arguments, and what the fabric asks of the environment."""
+    vllm = {"data_parallel": 16, "data_parallel_local": 8, "expert_parallel": True, "all2all": "deepep_v2", "fabric": "efa-gda"}
+    found = arguments(tmp_path, cpu=False, **vllm)
+    assert (found["data_parallel_size"], found["data_parallel_size_local"]) == (16, 8)
+    assert found["enable_expert_parallel"] and found["all2all_backend"] == "deepep_v2"
+    run = run_file(tmp_path, rollout={"engine": "vllm", "vllm": vllm})
+    variables = vllm_arguments.environment(run, cpu=False)
+    assert (variables["NCCL_GIN_TYPE"], variables["NCCL_SYM_GIN_KERNELS_ENABLE"]) == ("5", "0")
+    assert "TORCHDYNAMO_DISABLE" not in variables
+    plain = vllm_arguments.environment(run_file(tmp_path, rollout={"engine": "vllm"}), cpu=True)
+    assert not any(name.startswith(("NCCL", "FI_", "VLLM_DEEPEP")) for name in plain) and plain["TORCHDYNAMO_DISABLE"] == "1"
+
+
+@pytest.mark.parametrize("name, remedy", [
+    ("max_model_len", "set rollout.context"), ("dtype", "set model.dtype"), ("logprobs_mode", "cannot be set")])
+def test_arguments_with_an_owner_are_refused(tmp_path: Path, name: str, remedy: str) -> None:
+    """One owner for each setting: a second way to set it would silently win."""
+    with pytest.raises(ConfigError, match=f"rollout.vllm.engine_args.{name}.*{remedy}"):
+        arguments(tmp_path, cpu=True, engine_args={name: 1})
+
+
+@pytest.mark.parametrize("vllm, words", [
+    ({"sampling": {"top_p": 0.9}}, r'sampling.top_p = 0.9 makes.*biased_sampling = \["top_p"\]'),
+    ({"sampling": {"top_k": 5, "repetition_penalty": 1.1}, "biased_sampling": ["top_k"]}, "sampling.repetition_penalty"),
+    ({"all2all": "deepep_v2"}, "expert_parallel = false"), ({"data_parallel_local": 2}, "data_parallel = 1")])
+def test_contradictions_and_biased_sampling_are_refused(tmp_path: Path, vllm: dict[str, Any], words: str) -> None:
+    """Truncated sampling draws from another distribution than the trainer's: only for those who name what they want."""
+    with pytest.raises(ConfigError, match=words):
+        run_file(tmp_path, rollout={"vllm": vllm})
+
+
+def test_sampling_that_is_named_is_passed_on(tmp_path: Path) -> None:
+    """And a request's own: the seed fits vLLM's 63 bits and depends on where in the answer the request begins."""
+    run = run_file(tmp_path, rollout={"vllm": {"sampling": {"top_p": 0.9}, "biased_sampling": ["top_p"]}})
+    prompt = np.arange(60, dtype=np.int32)
+    first = vllm_arguments.sampling(run, Request(prompt, 30, seed=2**64 - 1, stop_token_ids=(1,)))
+    later = vllm_arguments.sampling(run, Request(prompt, 30, seed=2**64 - 1, position=3))
+    assert (first["top_p"], first["max_tokens"], first["temperature"], first["stop_token_ids"]) == (0.9, 4, 1.0, [1])
+    assert first["ignore_eos"] and 0 <= first["seed"] < 2**63 and first["seed"] != later["seed"]
+    assert vllm_arguments.sampling(run, Request(prompt, 30, greedy=True))["temperature"] == 0.0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_version_becomes_the_checkpoint_that_transformers_would_save(family: str, tmp_path: Path) -> None:
+    """Same names, same bytes as save_pretrained: fused experts are named one by one. The folder names the model's class."""
+    model = tiny(family)
+    tensors = state(model)
+    made = Checkpoints(files(model, SimpleNamespace(save_pretrained=lambda folder: None)), sum(t.size for t in tensors))
+    try:
+        path, crc32c = made.write(tensors, "1.safetensors")
+        made.become(path)
+        model.save_pretrained(tmp_path)
+        expected, found = load_file(tmp_path / "model.safetensors"), load_file(made.folder / "model.safetensors")
+        assert found.keys() == expected.keys() and all(found[k].equal(expected[k]) for k in expected)
+        assert any(".experts.0." in name for name in found) == (family in MOE and family != "gpt_oss")
+        assert checksum(path) == crc32c
+        assert type(model).__name__ in (made.folder / "config.json").read_text()
+        made.drop(path)
+        assert not Path(path).exists() and (made.folder / "model.safetensors").exists()
+    finally:
+        made.close()
+    assert not made.folder.exists()
+
+
+def test_routes_are_filed_through_the_prefix_cache_and_a_second_computation() -> None:
+    """Request b begins behind a block that a computed: it takes those rows from their slots. Computed again, rows stay."""
+    rows = Rows(slots=12, layers=1, experts_per_token=1)
+    routes = np.arange(10, 16, dtype=np.uint8).reshape(6, 1, 1)
+    blocks = [np.array([2, 0])]  # of four slots each
+    rows.file(["a"], np.array([0]), np.array([6]), np.array([8, 9, 10, 11, 0, 1]), routes, blocks, 4, 8)
+    rows.file(["b"], np.array([4]), np.array([2]), np.array([4, 5]), routes[:2] + 50, [np.array([2, 1])], 4, 8)
+    rows.file(["a", "b"], np.array([0, 6]), np.array([7, 1]), np.array([8, 9, 10, 11, 0, 1, 2, 6]),
+              np.full((8, 1, 1), 99, np.uint8), [blocks[0], np.array([2, 1])], 4, 8)
+    a, b = rows.take("a"), rows.take("b")
+    assert a is not None and b is not None
+    assert a.ravel().tolist() == [10, 11, 12, 13, 14, 15, 99]
+    assert b.ravel().tolist() == [10, 11, 12, 13, 60, 61, 99]
+    assert rows.take("a") is None
+
+
+def test_spans_of_pieces_and_of_the_same_version_twice() -> None:
+    """Exchanges 4 and 5 loaded the same version, 6 another: a piece from token 2 on has what is left of each."""
+    versions = {4: PolicyVersion(number=1), 5: PolicyVersion(number=1), 6: PolicyVersion(number=2, step=1)}
+    logprobs = SimpleNamespace(logprobs=[-1.0, -2.0, -9.0, -3.0], start_indices=[0, 1, 3])
+    piece = SimpleNamespace(token_ids=[7, 8, 9], logprobs=logprobs, finish_reason="stop")
+    found = generation(piece, 2, [("4", 0), ("5", 3), ("6", 4)], versions)
+    assert found.spans == (Span(1, 0, 0, 2), Span(2, 1, 0, 1)) and found.finish_reason == FINISH_STOP
+    assert found.logprobs.tolist() == [-1.0, -2.0, -3.0]
+
+
+def test_a_stream_goes_on_behind_what_it_has_sent() -> None:
+    """With another vLLM: the tokens sent are part of its prompt, and its draws are those of the later positions."""
+    request = Request(np.array([1, 2], np.int32), 10, seed=3, position=4)
+    sent = [Generation(np.array([5], np.int32), np.zeros(1, np.float32), (), 0)] * 3
+    later = rest(request, sent)
+    assert later.prompt.tolist() == [1, 2, 5, 5, 5] and (later.max_new_tokens, later.position) == (7, 7)
+    assert later.id == request.id and rest(request, []) is request
+    assert Asked(request, None, 0).pieces.empty()
