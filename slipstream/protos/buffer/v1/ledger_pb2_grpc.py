@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class LedgerServiceStub:
-    """The ledger's own account of every draw: for people, audits and alerts. Any role; both calls only read.
+    """The ledger's own account of every draw: for people, audits and alerts. Every role but those outside; both calls only read.
     """
 
     def __init__(self, channel):
@@ -48,7 +48,7 @@ class LedgerServiceStub:
 
 
 class LedgerServiceServicer:
-    """The ledger's own account of every draw: for people, audits and alerts. Any role; both calls only read.
+    """The ledger's own account of every draw: for people, audits and alerts. Every role but those outside; both calls only read.
     """
 
     def GetBalance(self, request, context):
@@ -89,7 +89,7 @@ def add_LedgerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class LedgerService:
-    """The ledger's own account of every draw: for people, audits and alerts. Any role; both calls only read.
+    """The ledger's own account of every draw: for people, audits and alerts. Every role but those outside; both calls only read.
     """
 
     @staticmethod

@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class LedgerServiceStub:
-    """The ledger's own account of every draw: for people, audits and alerts. Any role; both calls only read."""
+    """The ledger's own account of every draw: for people, audits and alerts. Every role but those outside; both calls only read."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -44,7 +44,7 @@ class LedgerServiceStub:
 
 @_typing.type_check_only
 class LedgerServiceAsyncStub(LedgerServiceStub):
-    """The ledger's own account of every draw: for people, audits and alerts. Any role; both calls only read."""
+    """The ledger's own account of every draw: for people, audits and alerts. Every role but those outside; both calls only read."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetBalance: _aio.UnaryUnaryMultiCallable[_ledger_pb2.GetBalanceRequest, _ledger_pb2.GetBalanceResponse]  # type: ignore[assignment]
@@ -57,7 +57,7 @@ class LedgerServiceAsyncStub(LedgerServiceStub):
     """
 
 class LedgerServiceServicer(metaclass=_abc_1.ABCMeta):
-    """The ledger's own account of every draw: for people, audits and alerts. Any role; both calls only read."""
+    """The ledger's own account of every draw: for people, audits and alerts. Every role but those outside; both calls only read."""
 
     @_abc_1.abstractmethod
     def GetBalance(

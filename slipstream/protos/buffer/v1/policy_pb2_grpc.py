@@ -82,21 +82,22 @@ class PolicyServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchVersions(self, request, context):
-        """The newest version at once, then each newer one. Skips are normal. Any role.
+        """The newest version at once, then each newer one. Skips are normal. Every role but those outside.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListVersions(self, request, context):
-        """Versions that may be loaded, newest first. Any role.
+        """Versions that may be loaded, newest first. Every role but those outside.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def HoldVersion(self, request, context):
-        """Keep a version from being deleted while it is being read. Lapses by itself. Any role. Idempotent by (version, reader).
+        """Keep a version from being deleted while it is being read. Lapses by itself. Every role but those outside.
+        Idempotent by (version, reader).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

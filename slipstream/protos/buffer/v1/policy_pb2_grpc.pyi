@@ -40,11 +40,13 @@ class PolicyServiceStub:
     Errors: FAILED_PRECONDITION (FENCED), INVALID_ARGUMENT when the number was not reserved by this incarnation.
     """
     WatchVersions: _grpc.UnaryStreamMultiCallable[_policy_pb2.WatchVersionsRequest, _policy_pb2.WatchVersionsResponse]
-    """The newest version at once, then each newer one. Skips are normal. Any role."""
+    """The newest version at once, then each newer one. Skips are normal. Every role but those outside."""
     ListVersions: _grpc.UnaryUnaryMultiCallable[_policy_pb2.ListVersionsRequest, _policy_pb2.ListVersionsResponse]
-    """Versions that may be loaded, newest first. Any role."""
+    """Versions that may be loaded, newest first. Every role but those outside."""
     HoldVersion: _grpc.UnaryUnaryMultiCallable[_policy_pb2.HoldVersionRequest, _policy_pb2.HoldVersionResponse]
-    """Keep a version from being deleted while it is being read. Lapses by itself. Any role. Idempotent by (version, reader)."""
+    """Keep a version from being deleted while it is being read. Lapses by itself. Every role but those outside.
+    Idempotent by (version, reader).
+    """
 
 @_typing.type_check_only
 class PolicyServiceAsyncStub(PolicyServiceStub):
@@ -58,11 +60,13 @@ class PolicyServiceAsyncStub(PolicyServiceStub):
     Errors: FAILED_PRECONDITION (FENCED), INVALID_ARGUMENT when the number was not reserved by this incarnation.
     """
     WatchVersions: _aio.UnaryStreamMultiCallable[_policy_pb2.WatchVersionsRequest, _policy_pb2.WatchVersionsResponse]  # type: ignore[assignment]
-    """The newest version at once, then each newer one. Skips are normal. Any role."""
+    """The newest version at once, then each newer one. Skips are normal. Every role but those outside."""
     ListVersions: _aio.UnaryUnaryMultiCallable[_policy_pb2.ListVersionsRequest, _policy_pb2.ListVersionsResponse]  # type: ignore[assignment]
-    """Versions that may be loaded, newest first. Any role."""
+    """Versions that may be loaded, newest first. Every role but those outside."""
     HoldVersion: _aio.UnaryUnaryMultiCallable[_policy_pb2.HoldVersionRequest, _policy_pb2.HoldVersionResponse]  # type: ignore[assignment]
-    """Keep a version from being deleted while it is being read. Lapses by itself. Any role. Idempotent by (version, reader)."""
+    """Keep a version from being deleted while it is being read. Lapses by itself. Every role but those outside.
+    Idempotent by (version, reader).
+    """
 
 class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
     """Hops 5 and 7 of the walk: policy versions as events. Events are hints; the manifests in the object store are the truth."""
@@ -91,7 +95,7 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _policy_pb2.WatchVersionsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_policy_pb2.WatchVersionsResponse], _abc.AsyncIterator[_policy_pb2.WatchVersionsResponse]]:
-        """The newest version at once, then each newer one. Skips are normal. Any role."""
+        """The newest version at once, then each newer one. Skips are normal. Every role but those outside."""
 
     @_abc_1.abstractmethod
     def ListVersions(
@@ -99,7 +103,7 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _policy_pb2.ListVersionsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_policy_pb2.ListVersionsResponse, _abc.Awaitable[_policy_pb2.ListVersionsResponse]]:
-        """Versions that may be loaded, newest first. Any role."""
+        """Versions that may be loaded, newest first. Every role but those outside."""
 
     @_abc_1.abstractmethod
     def HoldVersion(
@@ -107,6 +111,8 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _policy_pb2.HoldVersionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_policy_pb2.HoldVersionResponse, _abc.Awaitable[_policy_pb2.HoldVersionResponse]]:
-        """Keep a version from being deleted while it is being read. Lapses by itself. Any role. Idempotent by (version, reader)."""
+        """Keep a version from being deleted while it is being read. Lapses by itself. Every role but those outside.
+        Idempotent by (version, reader).
+        """
 
 def add_PolicyServiceServicer_to_server(servicer: PolicyServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
