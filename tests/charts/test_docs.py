@@ -1,0 +1,84 @@
+"""The commands of docs/eks.md are run as far as they go without a cluster: every helm command renders, every file exists."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import yaml
+
+from slipstream import config
+from tests.charts.rendering import CHARTS, HELM, ROOT, faults, helm
+
+TEXT = (ROOT / "docs/eks.md").read_text()
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, re.S)
+SHELL = "\n".join(body for kind, body in BLOCKS if kind == "bash").replace("\\\n", " ")
+VARIABLES = {"CLUSTER": "demo", "NS": "runs", "SG": "sg-0123", "ZONE": "us-east-1a", "BUCKET": "b", "PREFIX": "demo",
+             "ACCOUNT": "123456789012", "ADMIN": "Admin", "R": "--set image.repository=registry"}
+
+
+def filled(text: str) -> str:
+    text = re.sub(r"<[\w -]+>", "registry", text)
+    return re.sub(r"\$(\w+)", lambda m: VARIABLES[m[1]], text)
+
+
+def commands() -> list[list[str]]:
+    """Every `helm upgrade --install` of the page as words, variables filled in."""
+    lines = [line.partition(" #")[0] for line in SHELL.splitlines() if line.startswith("helm upgrade --install")]
+    return [shlex.split(filled(line)) for line in lines]
+
+
+def test_every_helm_command_renders_what_an_api_server_takes(tmp_path: Path) -> None:
+    """With the presets, values and files of the page; each chart is installed by it."""
+    model = re.search(r"model\.yaml <<YAML\n(.*?)\nYAML", SHELL, re.S)
+    assert model
+    (tmp_path / "model.yaml").write_text(filled(model[1]))
+    seen = set()
+    for words in commands():
+        release, chart = words[3:5]
+        places = {"model.yaml": tmp_path / "model.yaml"} | {word: ROOT / word for word in words if word.startswith("helm/")}
+        rendered = helm("template", release, *[str(places.get(word, word)) for word in words[4:]])
+        found = [fault for each in yaml.load_all(rendered, yaml.CSafeLoader) if each for fault in faults(each)]
+        assert not found, found
+        seen.add(chart.removeprefix("helm/"))
+    assert seen == set(CHARTS)
+
+
+def test_the_run_file_of_the_page_is_one() -> None:
+    """Its tables, put over the demo's, are accepted; ranks are those of the preset that the page installs."""
+    toml, = [body for kind, body in BLOCKS if kind == "toml"]
+    changes = tomllib.loads(toml)
+    demo = tomllib.loads((ROOT / "examples/sort-digits/run.toml").read_text())
+    for table, values in changes.items():
+        demo[table] = values if table == "model" else {**demo.get(table, {}), **values}
+    demo["algorithm"] = {"preset": "grpo"}
+    run = config.parse(json.loads(json.dumps(demo)))
+    preset = yaml.safe_load((HELM / "trainer/presets/p5en.yaml").read_text())
+    assert run.trainer.parallel.ranks == preset["nodes"] * preset["processesPerNode"]
+    assert run.trainer.parallel.instance_type == preset["nodeSelector"]["node.kubernetes.io/instance-type"]
+
+
+def test_policies_are_filled_by_the_page() -> None:
+    """The sed of the page leaves no placeholder behind, and the roles are those that have a policy."""
+    script = re.search(r"fill\(\) \{ sed \"(.*?)\" helm/cluster/iam/\$1\.json; \}", SHELL)
+    assert script
+    for path in (HELM / "cluster/iam").glob("*.json"):
+        text = path.read_text()
+        for part in script[1].split(";"):
+            _, old, new, *_ = part.strip().split("/")
+            text = "\n".join(line.replace(old, filled(new), 1) for line in text.splitlines())
+        assert not re.findall(r"\b(BUCKET|PREFIX|ACCOUNT|ADMIN)\b", text), path.name
+        json.loads(text)
+    roles = re.search(r"for role in ([\w ]+); do", SHELL)
+    assert roles and {f"{role}.json" for role in roles[1].split()} < {path.name for path in (HELM / "cluster/iam").iterdir()}
+
+
+def test_files_and_metrics_of_the_page_exist() -> None:
+    from tests.charts.test_services import product_metrics
+    for path in set(re.findall(r"(?:helm|docs|tests|examples|tools)/[\w./-]+\w", TEXT)):
+        assert (ROOT / path).exists() or path == "tests/elastic/test_ep.py", path
+    for name in set(re.findall(r"`(slipstream_\w+)`", TEXT)):
+        assert name in product_metrics() or f"{name}_bucket" in product_metrics(), name
