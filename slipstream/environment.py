@@ -67,11 +67,17 @@ class Observation:
 
     text: appended to the tokens as it is. messages: [{"role": "user", "content": "2+2?"}], rendered through the model's chat
     template. tokens: ids, appended as they are. Raises ValueError unless exactly one is given.
+
+    `conversation` names what it is appended to. A new name begins a conversation with nothing in its context (to go on from a
+    summary), or, with `fork_of`, with all that the other one holds by now (a sub-agent). Every answer is trained in the
+    conversation that it was given in, and nowhere else.
     """
 
     text: str | None = None
     messages: Sequence[Mapping[str, str]] | None = None
     tokens: Sequence[int] | None = None
+    conversation: str = field(default="", kw_only=True)
+    fork_of: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if isinstance(self.text, str) and self.messages is None and self.tokens is None:

@@ -8,6 +8,8 @@ context); any other opens a new segment:
     messages              the conversation is rendered through the chat template. When the rendered text starts with what the
                           open segment stands for, only the rest is tokenised and appended; when it does not (a template that
                           strips earlier thoughts), the whole text is a new segment, forked where the tokens part
+    another conversation  has a segment of its own: nothing in its context (a compacted one), or all that another conversation
+                          holds by now (a sub-agent), of which no token is trained a second time
 
 Example, two turns of text: tokens = [q q q | a a | o o | b b b], loss mask = [0 0 0 | 1 1 | 0 0 | 1 1 1], one segment.
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -29,6 +32,16 @@ from slipstream.sample import FINISH_LENGTH, Sample, Segment, Span, decode, enco
 from slipstream.sample import crc32c as checksum
 
 NO_TOKENS, NO_MASK, NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, bool), np.zeros(0, np.float32)
+
+
+@dataclass(slots=True)
+class _Conversation:
+    """One line of model calls of an episode, each of which sees the ones before."""
+
+    messages: list[Mapping[str, str]] = field(default_factory=list)
+    rendered: str = ""  # text that the open segment stands for, when there are messages
+    prompt: np.ndarray = field(default_factory=lambda: NO_TOKENS)  # of the next call; a group shares the first: read-only
+    segment: int | None = None  # the open one; None: the next call opens one
 
 
 class Episode:
@@ -48,10 +61,8 @@ class Episode:
         self.rewards: list[float | None] = []
         self.components: dict[str, float] = {}
         self._observed = ""  # the last observation, as text
-        self._messages: list[Mapping[str, str]] = []
-        self._rendered = ""  # text that the open segment stands for, in a conversation of messages
-        self._prompt = NO_TOKENS  # of the next call; that of a first call is shared by the group, read-only
-        self._fresh = True  # the next call opens a segment
+        self._now = _Conversation()
+        self._conversations = {"": self._now}
         self._calls: list[tuple[int, int]] = []  # of each model call: segment and tokens
         self._told = False  # whether the segments say whose tokens they are: the runs of the mask do not
         self._resumed = 0  # tokens of this call that an earlier attempt generated
@@ -68,7 +79,12 @@ class Episode:
             self._resume(decode(self.lease.partial))
 
     def observe(self, observation: Observation) -> None:
-        """What the model sees next. Raises InvalidInput when the tokenizer or its chat template cannot take it."""
+        """What the model sees next. Raises InvalidInput when the tokenizer or its chat template cannot take it, and for a
+        conversation that cannot be forked so.
+        """
+        if observation.conversation or observation.fork_of is not None or self._now is not self._conversations[""]:
+            self._now = self._conversation(observation.conversation, observation.fork_of)
+        now = self._now
         if observation.messages is not None:
             self._observe_messages(observation.messages)
             return
@@ -78,18 +94,18 @@ class Episode:
         else:
             self._observed = observation.text or ""
             new = self.codec.encode(self._observed)
-        if self._messages:  # plain text in a conversation: it is part of what the template would have to reproduce
-            self._rendered += self.codec.decode(new.tolist(), special=True)
-        self._prompt = np.concatenate([self._prompt, new]) if len(self._prompt) else new
+        if now.messages:  # plain text in a conversation: it is part of what the template would have to reproduce
+            now.rendered += self.codec.decode(new.tolist(), special=True)
+        now.prompt = np.concatenate([now.prompt, new]) if len(now.prompt) else new
 
     def request(self) -> Request:
         """The next model call. Raises InvalidInput (PROMPT_TOO_LONG) when the context leaves no room for an answer."""
-        if len(self._prompt) >= self.context:
+        if len(self._now.prompt) >= self.context:
             raise InvalidInput(
-                f"{len(self._prompt)} prompt tokens leave no room in a context of {self.context}; raise rollout.context",
+                f"{len(self._now.prompt)} prompt tokens leave no room in a context of {self.context}; raise rollout.context",
                 "PROMPT_TOO_LONG")
         return Request(
-            self._prompt, self.max_new_tokens - self._resumed, self.lease.seed, stop_token_ids=self.codec.stop_token_ids,
+            self._now.prompt, self.max_new_tokens - self._resumed, self.lease.seed, stop_token_ids=self.codec.stop_token_ids,
             routes=self.routes, position=self.generated_tokens)
 
     def answered(self, generation: Generation) -> Action:
@@ -99,16 +115,16 @@ class Episode:
 
     def take(self, generation: Generation) -> list[int]:
         """Append what was generated to the open segment: all tokens of this turn's answer."""
-        segment = self._open()
-        known, size, new = len(segment.loss_mask), len(self._prompt), len(generation.tokens)
+        at, segment = self._open()
+        known, size, new = len(segment.loss_mask), len(self._now.prompt), len(generation.tokens)
         loss_mask = np.zeros(size + new, bool)
         loss_mask[:known], loss_mask[size:] = segment.loss_mask, True
-        segment.tokens, segment.loss_mask = np.concatenate([self._prompt, generation.tokens]), loss_mask
+        segment.tokens, segment.loss_mask = np.concatenate([self._now.prompt, generation.tokens]), loss_mask
         segment.logprobs = np.concatenate([segment.logprobs, generation.logprobs]) if known else generation.logprobs
         segment.spans = _joined(segment.spans, generation.spans)
-        self._calls.append((len(self.segments) - 1, self._resumed + new))
         apart = new and (not known or size > known)  # a run of tokens of its own, as nearly all are
-        self._told |= self.turn > 0 and not apart
+        self._told |= self.turn > 0 and not (apart and at >= self._calls[-1][0])  # and segments that do not take turns
+        self._calls.append((at, self._resumed + new))
         if generation.routes is not None:
             first = segment.routes if segment.routes is not None else generation.routes[:0]
             segment.routes = np.concatenate([first, generation.routes[len(first) :]])
@@ -116,16 +132,16 @@ class Episode:
         self.generated_tokens += new
         answer = segment.tokens[len(segment.tokens) - new - self._resumed :].tolist()
         self._resumed = 0
-        self._prompt = segment.tokens
+        self._now.prompt = segment.tokens
         return answer
 
     def said(self, answer: list[int], text: str) -> Action:
         """The action for the environment: the answer that `take` returned and its text."""
         self.turn += 1
         self.responses.append(text)
-        if self._messages:
-            self._messages.append({"role": "assistant", "content": text})
-            self._rendered += self.codec.decode(answer, special=True)
+        if self._now.messages:
+            self._now.messages.append({"role": "assistant", "content": text})
+            self._now.rendered += self.codec.decode(answer, special=True)
         return Action(text, answer, self.finish_reason)
 
     def stepped(self, step: Step) -> None:
@@ -169,36 +185,50 @@ class Episode:
         return submitted
 
     def _observe_messages(self, messages: Sequence[Mapping[str, str]]) -> None:
-        plain_before = not self._messages and len(self._prompt) > 0
-        self._messages += [dict(m) for m in messages]
+        now = self._now
+        plain_before = not now.messages and len(now.prompt) > 0
+        now.messages += [dict(m) for m in messages]
         self._observed = messages[-1]["content"] if messages else ""
-        text = self.codec.render(self._messages)
-        if plain_before or (self._rendered and text.startswith(self._rendered)):
-            new = text if plain_before else text[len(self._rendered) :]
-            self._prompt = np.concatenate([self._prompt, self.codec.encode(new)])
+        text = self.codec.render(now.messages)
+        if plain_before or (now.rendered and text.startswith(now.rendered)):
+            new = text if plain_before else text[len(now.rendered) :]
+            now.prompt = np.concatenate([now.prompt, self.codec.encode(new)])
         else:
-            self._prompt, self._fresh = self.codec.encode(text), True
-        self._rendered = text
+            now.prompt, now.segment = self.codec.encode(text), None
+        now.rendered = text
 
-    def _open(self) -> Segment:
-        """The segment that the next answer belongs to."""
-        if self._fresh:
-            self._fresh = False
-            parent = len(self.segments) - 1 if self.segments else None
-            fork = _common(self.segments[-1].tokens, self._prompt) if self.segments else 0
-            self.segments.append(Segment(NO_TOKENS, NO_MASK, NO_LOGPROBS, (), parent=parent, fork_point=fork))
-        return self.segments[-1]
+    def _conversation(self, name: str, fork_of: str | None) -> _Conversation:
+        """The conversation of this name; a new one is empty, or a copy of `fork_of`."""
+        found = self._conversations.get(name)
+        if fork_of is None:
+            return found if found is not None else self._conversations.setdefault(name, _Conversation())
+        origin = self._conversations.get(fork_of)
+        if found is not None or origin is None:
+            why = f"there is no conversation {fork_of!r}" if origin is None else f"there is a conversation {name!r} already"
+            raise InvalidInput(f"conversation {name!r} as a fork of {fork_of!r}: {why}", "CONVERSATION", field="conversation")
+        return self._conversations.setdefault(name, replace(origin, messages=list(origin.messages), segment=None))
+
+    def _open(self) -> tuple[int, Segment]:
+        """The segment that the next answer belongs to, and its number."""
+        now = self._now
+        if now.segment is None:
+            shared = [_common(segment.tokens, now.prompt) for segment in self.segments]
+            most = max(shared, default=0)
+            now.segment = len(self.segments)
+            self.segments.append(Segment(
+                NO_TOKENS, NO_MASK, NO_LOGPROBS, (), parent=shared.index(most) if most else None, fork_point=most))
+        return now.segment, self.segments[now.segment]
 
     def _resume(self, sample: Sample) -> None:
         """Take over the tokens that an earlier attempt generated after the same prompt."""
         segment = sample.segments[0]
-        size, new = len(self._prompt), len(segment.logprobs)
-        same = len(segment.tokens) == size + new and np.array_equal(segment.tokens[:size], self._prompt)
+        size, new = len(self._now.prompt), len(segment.logprobs)
+        same = len(segment.tokens) == size + new and np.array_equal(segment.tokens[:size], self._now.prompt)
         done = new and (new >= self.max_new_tokens or int(segment.tokens[-1]) in self.codec.stop_token_ids)
         if not same or done or len(segment.tokens) >= self.context or (segment.routes is None) == self.routes:
             return
-        self.segments, self._fresh, self._resumed, self.generated_tokens = [segment], False, new, new
-        self._prompt = segment.tokens
+        self.segments, self._now.segment, self._resumed, self.generated_tokens = [segment], 0, new, new
+        self._now.prompt = segment.tokens
 
 
 def _joined(a: tuple[Span, ...], b: tuple[Span, ...]) -> tuple[Span, ...]:

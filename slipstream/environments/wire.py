@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from slipstream.environment import Action, EpisodeReset, EpisodeStep, Observation, Reset, Step, Task
 from slipstream.errors import InvalidInput, SlipstreamError, from_status, to_status
@@ -109,22 +110,26 @@ def _step_in(item: pb.StepResult, place: str) -> Step:
 
 
 def _observation_out(seen: Observation) -> pb.Observation:
+    wire = pb.Observation(conversation=seen.conversation, fork_of=seen.fork_of)
     if seen.text is not None:
-        return pb.Observation(text=seen.text)
-    if seen.tokens is not None:
-        return pb.Observation(tokens=pb.TokenList(ids=[int(t) for t in seen.tokens]))
-    messages = [pb.Message(role=m["role"], content=m["content"]) for m in seen.messages or ()]
-    return pb.Observation(messages=pb.MessageList(messages=messages))
+        wire.text = seen.text
+    elif seen.tokens is not None:
+        wire.tokens.ids.extend(int(t) for t in seen.tokens)
+    else:
+        wire.messages.messages.extend(pb.Message(role=m["role"], content=m["content"]) for m in seen.messages or ())
+        wire.messages.SetInParent()
+    return wire
 
 
 def _observation_in(wire: pb.Observation, place: str) -> Observation:
+    where: Any = {"conversation": wire.conversation, "fork_of": wire.fork_of if wire.HasField("fork_of") else None}
     match wire.WhichOneof("content"):
         case "text":
-            return Observation(text=wire.text)
+            return Observation(text=wire.text, **where)
         case "tokens":
-            return Observation(tokens=list(wire.tokens.ids))
+            return Observation(tokens=list(wire.tokens.ids), **where)
         case "messages":
-            return Observation(messages=[{"role": m.role, "content": m.content} for m in wire.messages.messages])
+            return Observation(messages=[{"role": m.role, "content": m.content} for m in wire.messages.messages], **where)
     raise InvalidInput(f"{place} has no content: set text, messages or tokens", "OBSERVATION", field=place)
 
 

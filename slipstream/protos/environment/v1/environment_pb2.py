@@ -26,7 +26,7 @@ from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 from slipstream.protos.types.v1 import sample_pb2 as slipstream_dot_types_dot_v1_dot_sample__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+slipstream/environment/v1/environment.proto\x12\x19slipstream.environment.v1\x1a\x17google/rpc/status.proto\x1a slipstream/types/v1/sample.proto\"\x11\n\x0f\x44\x65scribeRequest\"g\n\x10\x44\x65scribeResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05tasks\x18\x02 \x01(\x04\x12\x14\n\x0cmax_episodes\x18\x03 \x01(\r\x12\x0e\n\x06scorer\x18\x04 \x01(\t\x12\x10\n\x08\x63ontract\x18\x05 \x01(\t\"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"C\n\x0bMessageList\x12\x34\n\x08messages\x18\x01 \x03(\x0b\x32\".slipstream.environment.v1.Message\"\x18\n\tTokenList\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"\x9c\x01\n\x0bObservation\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12:\n\x08messages\x18\x02 \x01(\x0b\x32&.slipstream.environment.v1.MessageListH\x00\x12\x36\n\x06tokens\x18\x03 \x01(\x0b\x32$.slipstream.environment.v1.TokenListH\x00\x42\t\n\x07\x63ontent\"H\n\x0c\x45pisodeReset\x12\x0f\n\x07\x65pisode\x18\x01 \x01(\t\x12\'\n\x04task\x18\x02 \x01(\x0b\x32\x19.slipstream.types.v1.Task\"I\n\x0cResetRequest\x12\x39\n\x08\x65pisodes\x18\x01 \x03(\x0b\x32\'.slipstream.environment.v1.EpisodeReset\"\xa1\x01\n\x0bResetResult\x12\"\n\x06status\x18\x01 \x01(\x0b\x32\x12.google.rpc.Status\x12;\n\x0bobservation\x18\x02 \x01(\x0b\x32&.slipstream.environment.v1.Observation\x12\x0e\n\x06\x61nswer\x18\x03 \x01(\t\x12\x0e\n\x06scorer\x18\x04 \x01(\t\x12\x11\n\tinfo_json\x18\x05 \x01(\t\"H\n\rResetResponse\x12\x37\n\x07results\x18\x01 \x03(\x0b\x32&.slipstream.environment.v1.ResetResult\"\xb7\x01\n\x0b\x45pisodeStep\x12\x0f\n\x07\x65pisode\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\r\x12\x0e\n\x06\x61\x63tion\x18\x03 \x01(\t\x12;\n\raction_tokens\x18\x04 \x01(\x0b\x32$.slipstream.environment.v1.TokenList\x12\x38\n\rfinish_reason\x18\x05 \x01(\x0e\x32!.slipstream.types.v1.FinishReason\"D\n\x0bStepRequest\x12\x35\n\x05steps\x18\x01 \x03(\x0b\x32&.slipstream.environment.v1.EpisodeStep\"\x99\x02\n\nStepResult\x12\"\n\x06status\x18\x01 \x01(\x0b\x32\x12.google.rpc.Status\x12;\n\x0bobservation\x18\x02 \x01(\x0b\x32&.slipstream.environment.v1.Observation\x12\x0c\n\x04\x64one\x18\x03 \x01(\x08\x12\x13\n\x06reward\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12I\n\ncomponents\x18\x05 \x03(\x0b\x32\x35.slipstream.environment.v1.StepResult.ComponentsEntry\x1a\x31\n\x0f\x43omponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_reward\"F\n\x0cStepResponse\x12\x36\n\x07results\x18\x01 \x03(\x0b\x32%.slipstream.environment.v1.StepResult\" \n\x0c\x43loseRequest\x12\x10\n\x08\x65pisodes\x18\x01 \x03(\t\"\x0f\n\rCloseResponse2\x8a\x03\n\x12\x45nvironmentService\x12\x63\n\x08\x44\x65scribe\x12*.slipstream.environment.v1.DescribeRequest\x1a+.slipstream.environment.v1.DescribeResponse\x12Z\n\x05Reset\x12\'.slipstream.environment.v1.ResetRequest\x1a(.slipstream.environment.v1.ResetResponse\x12W\n\x04Step\x12&.slipstream.environment.v1.StepRequest\x1a\'.slipstream.environment.v1.StepResponse\x12Z\n\x05\x43lose\x12\'.slipstream.environment.v1.CloseRequest\x1a(.slipstream.environment.v1.CloseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+slipstream/environment/v1/environment.proto\x12\x19slipstream.environment.v1\x1a\x17google/rpc/status.proto\x1a slipstream/types/v1/sample.proto\"\x11\n\x0f\x44\x65scribeRequest\"g\n\x10\x44\x65scribeResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05tasks\x18\x02 \x01(\x04\x12\x14\n\x0cmax_episodes\x18\x03 \x01(\r\x12\x0e\n\x06scorer\x18\x04 \x01(\t\x12\x10\n\x08\x63ontract\x18\x05 \x01(\t\"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"C\n\x0bMessageList\x12\x34\n\x08messages\x18\x01 \x03(\x0b\x32\".slipstream.environment.v1.Message\"\x18\n\tTokenList\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"\xd4\x01\n\x0bObservation\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12:\n\x08messages\x18\x02 \x01(\x0b\x32&.slipstream.environment.v1.MessageListH\x00\x12\x36\n\x06tokens\x18\x03 \x01(\x0b\x32$.slipstream.environment.v1.TokenListH\x00\x12\x14\n\x0c\x63onversation\x18\x04 \x01(\t\x12\x14\n\x07\x66ork_of\x18\x05 \x01(\tH\x01\x88\x01\x01\x42\t\n\x07\x63ontentB\n\n\x08_fork_of\"H\n\x0c\x45pisodeReset\x12\x0f\n\x07\x65pisode\x18\x01 \x01(\t\x12\'\n\x04task\x18\x02 \x01(\x0b\x32\x19.slipstream.types.v1.Task\"I\n\x0cResetRequest\x12\x39\n\x08\x65pisodes\x18\x01 \x03(\x0b\x32\'.slipstream.environment.v1.EpisodeReset\"\xa1\x01\n\x0bResetResult\x12\"\n\x06status\x18\x01 \x01(\x0b\x32\x12.google.rpc.Status\x12;\n\x0bobservation\x18\x02 \x01(\x0b\x32&.slipstream.environment.v1.Observation\x12\x0e\n\x06\x61nswer\x18\x03 \x01(\t\x12\x0e\n\x06scorer\x18\x04 \x01(\t\x12\x11\n\tinfo_json\x18\x05 \x01(\t\"H\n\rResetResponse\x12\x37\n\x07results\x18\x01 \x03(\x0b\x32&.slipstream.environment.v1.ResetResult\"\xb7\x01\n\x0b\x45pisodeStep\x12\x0f\n\x07\x65pisode\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\r\x12\x0e\n\x06\x61\x63tion\x18\x03 \x01(\t\x12;\n\raction_tokens\x18\x04 \x01(\x0b\x32$.slipstream.environment.v1.TokenList\x12\x38\n\rfinish_reason\x18\x05 \x01(\x0e\x32!.slipstream.types.v1.FinishReason\"D\n\x0bStepRequest\x12\x35\n\x05steps\x18\x01 \x03(\x0b\x32&.slipstream.environment.v1.EpisodeStep\"\x99\x02\n\nStepResult\x12\"\n\x06status\x18\x01 \x01(\x0b\x32\x12.google.rpc.Status\x12;\n\x0bobservation\x18\x02 \x01(\x0b\x32&.slipstream.environment.v1.Observation\x12\x0c\n\x04\x64one\x18\x03 \x01(\x08\x12\x13\n\x06reward\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12I\n\ncomponents\x18\x05 \x03(\x0b\x32\x35.slipstream.environment.v1.StepResult.ComponentsEntry\x1a\x31\n\x0f\x43omponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_reward\"F\n\x0cStepResponse\x12\x36\n\x07results\x18\x01 \x03(\x0b\x32%.slipstream.environment.v1.StepResult\" \n\x0c\x43loseRequest\x12\x10\n\x08\x65pisodes\x18\x01 \x03(\t\"\x0f\n\rCloseResponse2\x8a\x03\n\x12\x45nvironmentService\x12\x63\n\x08\x44\x65scribe\x12*.slipstream.environment.v1.DescribeRequest\x1a+.slipstream.environment.v1.DescribeResponse\x12Z\n\x05Reset\x12\'.slipstream.environment.v1.ResetRequest\x1a(.slipstream.environment.v1.ResetResponse\x12W\n\x04Step\x12&.slipstream.environment.v1.StepRequest\x1a\'.slipstream.environment.v1.StepResponse\x12Z\n\x05\x43lose\x12\'.slipstream.environment.v1.CloseRequest\x1a(.slipstream.environment.v1.CloseResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -46,29 +46,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENLIST']._serialized_start=368
   _globals['_TOKENLIST']._serialized_end=392
   _globals['_OBSERVATION']._serialized_start=395
-  _globals['_OBSERVATION']._serialized_end=551
-  _globals['_EPISODERESET']._serialized_start=553
-  _globals['_EPISODERESET']._serialized_end=625
-  _globals['_RESETREQUEST']._serialized_start=627
-  _globals['_RESETREQUEST']._serialized_end=700
-  _globals['_RESETRESULT']._serialized_start=703
-  _globals['_RESETRESULT']._serialized_end=864
-  _globals['_RESETRESPONSE']._serialized_start=866
-  _globals['_RESETRESPONSE']._serialized_end=938
-  _globals['_EPISODESTEP']._serialized_start=941
-  _globals['_EPISODESTEP']._serialized_end=1124
-  _globals['_STEPREQUEST']._serialized_start=1126
-  _globals['_STEPREQUEST']._serialized_end=1194
-  _globals['_STEPRESULT']._serialized_start=1197
-  _globals['_STEPRESULT']._serialized_end=1478
-  _globals['_STEPRESULT_COMPONENTSENTRY']._serialized_start=1418
-  _globals['_STEPRESULT_COMPONENTSENTRY']._serialized_end=1467
-  _globals['_STEPRESPONSE']._serialized_start=1480
-  _globals['_STEPRESPONSE']._serialized_end=1550
-  _globals['_CLOSEREQUEST']._serialized_start=1552
-  _globals['_CLOSEREQUEST']._serialized_end=1584
-  _globals['_CLOSERESPONSE']._serialized_start=1586
-  _globals['_CLOSERESPONSE']._serialized_end=1601
-  _globals['_ENVIRONMENTSERVICE']._serialized_start=1604
-  _globals['_ENVIRONMENTSERVICE']._serialized_end=1998
+  _globals['_OBSERVATION']._serialized_end=607
+  _globals['_EPISODERESET']._serialized_start=609
+  _globals['_EPISODERESET']._serialized_end=681
+  _globals['_RESETREQUEST']._serialized_start=683
+  _globals['_RESETREQUEST']._serialized_end=756
+  _globals['_RESETRESULT']._serialized_start=759
+  _globals['_RESETRESULT']._serialized_end=920
+  _globals['_RESETRESPONSE']._serialized_start=922
+  _globals['_RESETRESPONSE']._serialized_end=994
+  _globals['_EPISODESTEP']._serialized_start=997
+  _globals['_EPISODESTEP']._serialized_end=1180
+  _globals['_STEPREQUEST']._serialized_start=1182
+  _globals['_STEPREQUEST']._serialized_end=1250
+  _globals['_STEPRESULT']._serialized_start=1253
+  _globals['_STEPRESULT']._serialized_end=1534
+  _globals['_STEPRESULT_COMPONENTSENTRY']._serialized_start=1474
+  _globals['_STEPRESULT_COMPONENTSENTRY']._serialized_end=1523
+  _globals['_STEPRESPONSE']._serialized_start=1536
+  _globals['_STEPRESPONSE']._serialized_end=1606
+  _globals['_CLOSEREQUEST']._serialized_start=1608
+  _globals['_CLOSEREQUEST']._serialized_end=1640
+  _globals['_CLOSERESPONSE']._serialized_start=1642
+  _globals['_CLOSERESPONSE']._serialized_end=1657
+  _globals['_ENVIRONMENTSERVICE']._serialized_start=1660
+  _globals['_ENVIRONMENTSERVICE']._serialized_end=2054
 # @@protoc_insertion_point(module_scope)

@@ -47,14 +47,18 @@ class TokenList(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Observation(_message.Message):
-    __slots__ = ("text", "messages", "tokens")
+    __slots__ = ("text", "messages", "tokens", "conversation", "fork_of")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CONVERSATION_FIELD_NUMBER: _ClassVar[int]
+    FORK_OF_FIELD_NUMBER: _ClassVar[int]
     text: str
     messages: MessageList
     tokens: TokenList
-    def __init__(self, text: _Optional[str] = ..., messages: _Optional[_Union[MessageList, _Mapping]] = ..., tokens: _Optional[_Union[TokenList, _Mapping]] = ...) -> None: ...
+    conversation: str
+    fork_of: str
+    def __init__(self, text: _Optional[str] = ..., messages: _Optional[_Union[MessageList, _Mapping]] = ..., tokens: _Optional[_Union[TokenList, _Mapping]] = ..., conversation: _Optional[str] = ..., fork_of: _Optional[str] = ...) -> None: ...
 
 class EpisodeReset(_message.Message):
     __slots__ = ("episode", "task")
