@@ -16,8 +16,10 @@ from tests.charts.rendering import CHARTS, HELM, ROOT, faults, helm
 TEXT = (ROOT / "docs/eks.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, re.S)
 SHELL = "\n".join(body for kind, body in BLOCKS if kind == "bash").replace("\\\n", " ")
+OPERATIONS = (ROOT / "docs/guides/operations.md").read_text().partition("## On a cluster")[2]
 VARIABLES = {"CLUSTER": "demo", "NS": "runs", "SG": "sg-0123", "ZONE": "us-east-1a", "BUCKET": "b", "PREFIX": "demo",
-             "ACCOUNT": "123456789012", "ADMIN": "Admin", "R": "--set image.repository=registry"}
+             "ACCOUNT": "123456789012", "ADMIN": "Admin", "R": "--set image.repository=registry",
+             "FILES": "--set redis.secretName=redis"}
 
 
 def filled(text: str) -> str:
@@ -78,7 +80,21 @@ def test_policies_are_filled_by_the_page() -> None:
 
 def test_files_and_metrics_of_the_page_exist() -> None:
     from tests.charts.test_services import product_metrics
-    for path in set(re.findall(r"(?:helm|docs|tests|examples|tools)/[\w./-]+\w", TEXT)):
+    for path in set(re.findall(r"(?:helm|docs|tests|examples|tools)/[\w./-]+\w", TEXT + OPERATIONS)):
         assert (ROOT / path).exists() or path == "tests/elastic/test_ep.py", path
-    for name in set(re.findall(r"`(slipstream_\w+)`", TEXT)):
+    for name in set(re.findall(r"`(slipstream_\w+)`", TEXT + OPERATIONS)):
         assert name in product_metrics() or f"{name}_bucket" in product_metrics(), name
+
+
+def test_the_operations_guide_names_values_that_exist() -> None:
+    """Its helm commands render, and every value that its table tells to set is in the chart that it tells to set it in."""
+    lines = [line.strip() for line in OPERATIONS.splitlines() if line.strip().startswith("helm upgrade --install")]
+    for line in lines:
+        chart = shlex.split(line)[4].removeprefix("helm/")
+        values = filled(line.partition("runs")[2]) if chart == "buffer" else line.partition("$FILES")[2]
+        assert "run-revision" in helm("template", chart, str(HELM / chart), *shlex.split(values))
+    assert len(lines) == 4
+    for chart, values in (("rollout", ("autoscaling.minReplicas=1", "replicas=3")), ("trainer", ("nodes=2", "running=false"))):
+        for value in values:
+            assert f"`{value.partition('=')[0]}" in OPERATIONS
+            helm("template", chart, str(HELM / chart), "--set", value)
