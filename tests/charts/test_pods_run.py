@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -24,7 +25,8 @@ PATIENCE_S = 90
 # The demo, much smaller; its objects lie in the shared work folder, where a cluster has a bucket.
 SMALL = {
     "steps = 250": "steps = 2", "groups_per_batch = 64": "groups_per_batch = 2", "group_size = 8": "group_size = 2",
-    "steps = 70": "steps = 2", "rows = 64": "rows = 4", "target_reward = 0.8": "", "checkpoint_every = 25": "checkpoint_every = 1",
+    "steps = 70": "steps = 2", "rows = 64": "rows = 4", "checkpoint_every = 25": "checkpoint_every = 1",
+    "target_reward = 0.8": "",
 }
 
 
@@ -38,7 +40,8 @@ def healthy(port: int) -> bool:
     """What the kubelet would hear: a plaintext health check."""
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         try:
-            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=1)
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=1)
         except grpc.RpcError:
             return False
     return answer.status == health_pb2.HealthCheckResponse.SERVING
@@ -86,11 +89,12 @@ class Node:
         container = main_container(next(pod for name, pod in pods(render(role)) if name.startswith("Deployment")))
         probe, port = free_port(), self.buffer if role == "buffer" else free_port()
         assert container["readinessProbe"]["grpc"] == {"port": 50052}
-        words = {
+        words: dict[str, str] = {
             "50051": str(port), "50052": str(probe), "9090": "0", "$(POD_NAME)": f"{role}-0",
             "buffer:50051": f"127.0.0.1:{self.buffer}", "/etc/slipstream/tls": str(self.root / "certs" / role)}
         command = [sys.executable, *container.get("command", ["python", "-m", f"services.{role}"])[1:]]
-        arguments = [words.get(word, word).replace("/etc/", f"{self.root}/etc/") for word in container["args"]]
+        given: list[str] = container["args"]
+        arguments = [words.get(word, word).replace("/etc/", f"{self.root}/etc/") for word in given]
         log, env = self.root / f"{role}.log", self.environment(container)
         with log.open("wb") as output:
             process = subprocess.Popen([*command, *arguments], cwd=self.work, env=env, stdout=output, stderr=subprocess.STDOUT)
@@ -108,7 +112,8 @@ class Node:
         container = main_container(next(pod for name, pod in pods(objects) if name.startswith("StatefulSet")))
         assert container["command"] == ["valkey-server"]
         port = free_port()
-        words = [{"6379": str(port), "/data": str(self.root / "data")}.get(word, word) for word in container["args"]]
+        ours, given = {"6379": str(port), "/data": str(self.root / "data")}, list[str](container["args"])
+        words = [ours.get(word, word) for word in given]
         process = subprocess.Popen([str(VALKEY.binary), *words], stdout=subprocess.DEVNULL)
         (self.root / "etc/slipstream/redis/url").write_text(f"redis://127.0.0.1:{port}/0")
         try:
