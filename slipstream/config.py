@@ -94,7 +94,7 @@ class RunFile(Section):
                 f"{schedule.group_timeout_s:g}: the whole group would be dropped first; lower the one or remove the other"
             )
         self._critic_has_a_use()
-        if schedule.group_size < 2 and self.algorithm.advantage != "gae":
+        if schedule.group_size < 2 and self.algorithm.advantage not in ("gae", "none"):
             raise ValueError(
                 f"schedule.group_size = {schedule.group_size} with algorithm.advantage = {self.algorithm.advantage}: samples "
                 "of a group are compared with each other, so at least 2 are needed"
@@ -122,15 +122,17 @@ class RunFile(Section):
 
     def _critic_has_a_use(self) -> None:
         """Raise when there are settings of a critic but none, or when one makes settings of groups meaningless."""
-        if self.algorithm.advantage != "gae":
-            if other := next((name for name, value in self.critic if value != getattr(Critic(), name)), None):
-                raise ValueError(
-                    f"critic.{other} = {getattr(self.critic, other)} with algorithm.advantage = {self.algorithm.advantage}: "
-                    "there is no critic; remove the table, or set algorithm.advantage = gae")
-        elif self.schedule.resample_no_signal:
+        other = next((name for name, value in self.critic if value != getattr(Critic(), name)), None)
+        if other and self.algorithm.advantage != "gae":
             raise ValueError(
-                f"schedule.resample_no_signal = {self.schedule.resample_no_signal} with algorithm.advantage = gae: a critic "
-                "learns from groups with equal rewards, too; remove the former")
+                f"critic.{other} = {getattr(self.critic, other)} with algorithm.advantage = {self.algorithm.advantage}: there "
+                "is no critic; remove the table, or set algorithm.advantage = gae")
+        if self.schedule.resample_no_signal and (self.algorithm.advantage == "gae" or self.algorithm.teacher):
+            why = "algorithm.teacher: a teacher teaches on" if self.algorithm.teacher else (
+                "algorithm.advantage = gae: a critic learns from")
+            raise ValueError(
+                f"schedule.resample_no_signal = {self.schedule.resample_no_signal} with {why} groups with equal rewards, too; "
+                "remove the former")
 
     def _pinned_is_free_of_chance(self) -> None:
         """Raise when a setting would make the batches of a pinned schedule depend on time or on rewards."""

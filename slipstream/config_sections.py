@@ -249,7 +249,7 @@ class Algorithm(Section):
     def _credit_has_a_meaning(self) -> None:
         """Raise for what has no meaning when advantages differ within a row, or only with a critic."""
         if self.policy_loss == "gspo" and (self.advantage == "gae" or self.credit != "sample" or self.teacher):
-            field = "advantage = gae" if self.advantage == "gae" else f"credit = {self.credit}" if not self.teacher else "a teacher"
+            field = "advantage = gae" if self.advantage == "gae" else "a teacher" if self.teacher else f"credit = {self.credit}"
             raise ValueError(
                 f"policy_loss = gspo with {field}: its ratio is one for the whole row, and tokens of a row would have "
                 "different advantages; set policy_loss = gspo_token")

@@ -45,6 +45,7 @@ _OF_STEP = (
     ("explained_variance", "explained_variance", "Share of the variance of returns that the critic foresaw: 1 is all."),
     ("critic_grad_norm", "critic_grad_norm", "Gradient norm of the critic's last update before clipping."),
     ("value_clip_share", "value_clip_share", "Share of tokens whose value moved beyond critic.clip."),
+    ("teacher_kl", "teacher_kl", "Mean log-probability under the sampler less that under the teacher, in nats."),
     ("groups_without_signal", "groups_without_signal", "Groups of the last batch whose rewards are all equal."),
 )
 

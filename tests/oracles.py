@@ -99,6 +99,14 @@ def trl_loss(
     return names["_compute_loss"](trainer, None, inputs)
 
 
+def trl_divergence(student: torch.Tensor, teacher: torch.Tensor, beta: float) -> torch.Tensor:
+    """The loss of GKDTrainer from logits [B, T, V], summed: beta = 1 is KL(student || teacher)."""
+    _check("trl")
+    found = cut_out("trl/experimental/gkd/gkd_trainer.py", ("generalized_jsd_loss",), {
+        "torch": torch, "F": torch.nn.functional})
+    return found["generalized_jsd_loss"](student, teacher, beta=beta, reduction="sum")
+
+
 def _check(package: str) -> None:
     """Fail, not skip, when the oracle is absent or another version: `make test` installs it."""
     distributions = importlib.metadata.distributions(name=package, path=[str(FOLDER)])

@@ -164,9 +164,9 @@ def assemble(batch: batches_pb2.Batch, bodies: dict[Key, bytes], credit: str = "
 def placed(score: sample_pb2.Score, sample: Sample, credit: str) -> tuple[float, np.ndarray | None, str]:
     """A sample's reward; its part of each generated token, segment by segment (None: all on the last); why it failed.
 
-    The scalar is the whole. With credit = turn each value of `per_turn` lies on the last token of its model call, with credit = token
-    each of `per_token` on its token; what they leave of the scalar lies on the last token of the episode. A score without such
-    values is all on the last token. One with as many values as there are not calls, or tokens, is a failure: it counts as 0.
+    The scalar is the whole. With credit = turn each value of `per_turn` lies on the last token of its model call, with credit =
+    token each of `per_token` on its token; what they leave of the scalar lies on the last token of the episode. A score without
+    such values is all on the last token. One with more or fewer values than calls or tokens is a failure: it counts as 0.
 
     Example: scalar 1, per_turn 0.2 0.3, calls of two and three tokens: 0 0.2 0 0 0.8.
     """

@@ -1,11 +1,11 @@
 """The critic of PPO: what the policy may expect from each token on, learnt beside it.
 
-A backbone of its own, of the policy's family, and a linear head to one number: V(s_t), with s_t everything before token t, is read
-at the position that predicts token t. The head starts at zero; the backbone starts as the policy's of step 0 (after a warm-up)
-or as `critic.path`. It has its own optimizer, learning rate and gradient norm, and its own parts in every checkpoint.
+A backbone of its own, of the policy's family, and a linear head to one number: V(s_t), with s_t everything before token t, is
+read at the position that predicts token t. The head starts at zero; the backbone starts as the policy's of step 0, after a
+warm-up, or as `critic.path`. It has its own optimizer, learning rate and gradient norm, and its own parts in every checkpoint.
 
-Each step: values of the batch before anything changes (V_old) -> GAE -> the policy's step -> `critic.updates` steps of the critic on
-the returns. Denominators are of the whole step, so the gradient is the same for every split into micro-batches.
+Each step: values of the batch before anything changes (V_old) -> GAE -> the policy's step -> `critic.updates` steps of the
+critic on the returns. Denominators are of the whole step: the gradient is the same for every split into micro-batches.
 
 Axes: R rows, T padded tokens, H hidden, M trained tokens of a micro-batch, N of the step.
 """

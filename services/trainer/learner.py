@@ -19,7 +19,6 @@ from services.trainer.algorithms.objective import LossInputs, Objective
 from services.trainer.balance import Balance
 from services.trainer.critic import Critic
 from services.trainer.expert_load import ExpertLoad
-from services.trainer.logprobs import chunked, output_head
 from services.trainer.optimizer import NonFinite, adamw, clipped_step, set_learning_rate
 from services.trainer.packing import (
     Group,
@@ -30,12 +29,16 @@ from services.trainer.packing import (
     trained_rows,
     without_signal,
 )
+from services.trainer.probes import Prober
 from services.trainer.route_policy import RoutePolicy
+from services.trainer.scorer import Scorer
 from services.trainer.snapshot import Snapshot, restore, take
+from services.trainer.teacher import Teacher
 from slipstream import config
 from slipstream.errors import ConfigError, InvalidInput
 from slipstream.manifest import RawTensor
 from slipstream.model import build, files, load_state, state
+from slipstream.probes import Probes
 
 Metrics = dict[str, Any]
 
@@ -59,11 +62,13 @@ class Learner:
         self.vocabulary = int(self.model.config.get_text_config().vocab_size)
         self.optimizer = adamw(self.model, run.trainer, learning_rate or run.trainer.learning_rate)
         self.objective = Objective(run.algorithm, run.rollout.max_new_tokens)
-        self._policy = _Scorer(self.model, run.trainer.logit_rows)
+        self._prober: Prober | None = None
+        self._policy = Scorer(self.model, run.trainer.logit_rows)
         self._routes = RoutePolicy(self.model, run)
         self._load = ExpertLoad(self.model)
         self._balance = Balance(self.model, run.algorithm, self._load)
         self._reference: adapters.Score | None = None
+        self._teacher = Teacher(run, self.tokenizer) if run.algorithm.teacher else None
         self.critic = Critic(run) if run.algorithm.advantage == "gae" else None
         self.skip: nonfinite.Skip | None = None  # of the last step
 
@@ -78,6 +83,10 @@ class Learner:
             rows = self._with_reference(rows)
         if malformed := nonfinite.recorded(rows):
             return self._skipped(groups, step, nonfinite.Skip(malformed))
+        if self._teacher:
+            for row in rows:
+                self._known(row.inputs, row.targets)
+            rows = self._teacher.taught(rows)
         warming = self.critic is not None and step <= self.run.critic.warmup_steps
         batches = [] if warming else microbatches(rows, self.run.trainer.tokens_per_microbatch)
         loss, entropies, ratios, grad_norm = 0.0, [], [], 0.0
@@ -103,11 +112,12 @@ class Learner:
         self.skip = None
         learnt = self.critic.update(rows, step) if self.critic else {}
         return {
-            **batch_metrics(groups, step),
+            **batch_metrics(groups, step, self.objective.compares),
             **diagnostics.divergence(
                 _joined(ratios), _joined([b.advantages for b in batches]), _joined([b.fresh for b in batches], bool),
                 self.run.algorithm.clip_low, self.run.algorithm.clip_high),
             **self._routes.metrics(), **self._load.metrics(), **self._balance.metrics(), **learnt,
+            **(self._teacher.metrics() if self._teacher else {}),
             "loss": loss, "grad_norm": grad_norm, "trained_tokens": sum(len(row.index) for row in rows),
             "microbatches": len(batches), "entropy": float(_joined(entropies).mean()) if batches else 0.0,
             "learning_rate": self.optimizer.param_groups[0]["lr"], "skipped": 0,
@@ -121,7 +131,8 @@ class Learner:
 
     def _skipped(self, groups: Sequence[Group], step: int, skip: nonfinite.Skip) -> Metrics:
         """Metrics of a step of which nothing was applied: those of a batch without signal."""
-        metrics = self.step([], step) | batch_metrics(groups, step) | {"skipped": 1, "nonfinite_samples": skip.samples}
+        seen = batch_metrics(groups, step, self.objective.compares)
+        metrics = self.step([], step) | seen | {"skipped": 1, "nonfinite_samples": skip.samples}
         self.skip = skip
         return metrics
 
@@ -167,7 +178,7 @@ class Learner:
         model, _ = build(settings, self.run.run.seed, self.run.deterministic)
         if not algorithm.reference:
             load_state(model, first or self.weights())
-        self._reference = _Scorer(model.eval().requires_grad_(False), self.run.trainer.logit_rows)
+        self._reference = Scorer(model.eval().requires_grad_(False), self.run.trainer.logit_rows)
 
     @torch.no_grad()
     def _with_reference(self, rows: Sequence[Row]) -> list[Row]:
@@ -192,6 +203,12 @@ class Learner:
         """A snapshot of the weights, for a policy version."""
         return self.adapter.tensors() if self.adapter else state(self.model)
 
+    def probes(self) -> Probes:
+        """What the weights of now say of the probes, for a policy version."""
+        if self._prober is None:
+            self._prober = Prober(self.model, self.vocabulary, self.run.run.seed)
+        return self._prober.score()
+
     def base(self) -> Sequence[RawTensor]:
         """The weights that versions of an adapter go on from; empty without an adapter."""
         return self.adapter.base if self.adapter else ()
@@ -203,7 +220,7 @@ class Learner:
     def load(self, snapshot: Snapshot) -> None:
         """The inverse of `snapshot`. Raises InvalidInput when it does not fit the model.
 
-        From a checkpoint without a critic (of a run forked from one without) the critic starts as at step 0, from these weights.
+        From a checkpoint without a critic (a run forked from one without) the critic starts as at step 0, from these weights.
         """
         if self.adapter:
             adapters.check_base(self.adapter, snapshot)
@@ -230,34 +247,6 @@ class Learner:
         self.tokenizer.save_pretrained(folder)
 
 
-class _Scorer:
-    """A model as a function from a micro-batch to log-probabilities; only trained positions reach its output embedding."""
-
-    def __init__(self, model: Any, logit_rows: int) -> None:
-        self._model, self._head, self._logit_rows = model, output_head(model), logit_rows
-        self._index_M: torch.Tensor | None = None
-        self._hidden_M_H: torch.Tensor
-        model.get_output_embeddings().register_forward_pre_hook(self._select)
-
-    def __call__(self, batch: Microbatch, entropy_gradient: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        device = self._model.device
-        self._index_M = torch.from_numpy(batch.index).to(device)
-        try:
-            self._model(input_ids=torch.from_numpy(batch.inputs).to(device), use_cache=False)
-        finally:
-            self._index_M = None
-        targets_M = torch.from_numpy(batch.targets).to(device)
-        return chunked(self._hidden_M_H, self._head, targets_M, self._logit_rows, entropy_gradient)
-
-    def _select(self, _: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
-        """Before the output embedding: keep the trained positions, [R, T, H] -> [M, H], and let the model go on with none."""
-        if self._index_M is None:
-            return None
-        hidden = inputs[0]
-        self._hidden_M_H = hidden.reshape(-1, hidden.shape[-1]).index_select(0, self._index_M)
-        return (hidden[:, :0], *inputs[1:])
-
-
 def _loss_inputs(batch: Microbatch, logprobs_M: torch.Tensor, entropy_M: torch.Tensor) -> LossInputs:
     def like(values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(logprobs_M)
@@ -269,16 +258,16 @@ def _loss_inputs(batch: Microbatch, logprobs_M: torch.Tensor, entropy_M: torch.T
         None if batch.reference is None else like(batch.reference))
 
 
-def batch_metrics(groups: Sequence[Group], step: int) -> Metrics:
-    """What a batch is like, before anything is trained on it."""
+def batch_metrics(groups: Sequence[Group], step: int, compares: bool = True) -> Metrics:
+    """What a batch is like, before anything is trained on it. `compares`: equal rewards in a group are no signal."""
     samples = [m for g in groups for m in g.members]
     rewards = [m.reward for m in samples]
     lags = lag_histogram(groups, step)
-    generated, silent = sum(lags.values()), without_signal(groups)
+    generated, silent = sum(lags.values()), without_signal(groups) if compares else 0
     return {
         "reward_mean": statistics.fmean(rewards) if rewards else 0.0,
         "groups": len(groups), "samples": len(samples), "groups_without_signal": silent,
-        "without_signal_share": silent / len(groups) if groups else None,
+        "without_signal_share": silent / len(groups) if groups and compares else None,
         "tokens": sum(m.sample.tokens for m in samples), "generated_tokens": generated,
         "lag_mean": sum(lag * n for lag, n in lags.items()) / max(generated, 1), "lag_max": max(lags, default=0),
         "lags": {str(lag): lags[lag] for lag in sorted(lags)},

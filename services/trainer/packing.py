@@ -34,7 +34,7 @@ def _nothing() -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A finished sample of a group and its reward. `rewards`, when there are some, say which tokens it is for; their sum is it."""
+    """A finished sample of a group and its reward. `rewards`, when there are some, say which tokens it is for."""
 
     index: int
     sample: Sample
@@ -131,7 +131,7 @@ def _rows_by_token(
     samples: Sequence[tuple[Group, Member]], numbers: np.ndarray, truncated: np.ndarray, step: int, objective: Objective,
     score: Fill | None, value: Fill | None,
 ) -> list[Row]:
-    """The rows when tokens of a sample differ in their advantages. A sample's rows are joined in the order of its model calls."""
+    """Where tokens of a sample differ in their advantages: its rows are joined in the order of its model calls."""
     parts = [_rows(group, member, step, by_turn=True) for group, member in samples]
     ends = np.cumsum([len(part) for part in parts])
     rows = [row for part in parts for row in part]

@@ -60,7 +60,7 @@ def conversation(rewards: np.ndarray | None = None) -> Sample:
 @pytest.mark.parametrize("whiten", [True, False])
 def test_advantages_equal_verls_from_the_sample_on(whiten):
     """A batch of answers and of a conversation with a tool: from samples and rewards to each token's advantage and
-    return. Equal to compute_gae_advantage_return over padded matrices whose mask leaves the tool's tokens out, whitening included."""
+    return. Equal to compute_gae_advantage_return over padded matrices whose mask leaves the tool's tokens out."""
     made = exact()
     assert made.critic is not None
     batch = [*groups(3, seed=3), Group(9, [Member(0, conversation(), 1.0), Member(1, conversation(), 0.0)])]

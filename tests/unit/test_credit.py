@@ -65,7 +65,7 @@ def from_the_wire(
 
 
 def advantages(
-    samples: Sequence[Sample], scores: Sequence[sample_pb2.Score], credit: str, **algorithm: Any,
+    samples: Sequence[Sample], scores: Sequence[sample_pb2.Score], credit: Any, **algorithm: Any,
 ) -> list[list[list[float]]]:
     """Of each sample's rows."""
     read, _ = from_the_wire(samples, scores, credit)
@@ -142,7 +142,7 @@ def test_gae_gives_a_turns_value_to_what_led_to_it(sample):
 
 def test_groups_compare_turn_by_turn():
     """Three samples, two of which came to a second call. Call 0 compares what all three brought from there on, call 1 what the
-    two did; each equal to verl's group advantage on those returns. A call that one sample alone came to has nothing to compare."""
+    two did; each equal to verl's group advantage on those returns. A call that one sample alone came to compares nothing."""
     short, long = Sample([segment([0, 1, 1])]), Sample([segment([0, 1, 0, 1, 1])])
     alone = Sample([segment([0, 1]), segment([0, 0, 1]), segment([0, 1, 1])])
     scores = [score(scalar=sum(values), per_turn=values) for values in ([0.5], [1, 0.5], [0, 0.25, 0.5])]

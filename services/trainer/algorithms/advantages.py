@@ -40,6 +40,11 @@ def rloo(rewards_G: np.ndarray) -> np.ndarray:
     return dr_grpo(rewards_G) * (len(rewards_G) / max(len(rewards_G) - 1, 1))
 
 
+def nothing(rewards_G: np.ndarray) -> np.ndarray:
+    """A_i = 0: [G]. Rewards play no part; a teacher alone says what is better."""
+    return np.zeros(len(rewards_G))
+
+
 def plain(rewards_G: np.ndarray) -> np.ndarray:
     """A_i = R_i: [G]; whitened over the batch afterwards. REINFORCE++ (arXiv 2501.03262, section 3)."""
     return rewards_G
@@ -47,7 +52,8 @@ def plain(rewards_G: np.ndarray) -> np.ndarray:
 
 # Name in the run file -> the function of a group's rewards.
 OF_GROUP: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
-    "grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo, "reinforce_pp": plain, "reinforce_pp_baseline": dr_grpo}
+    "grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo, "reinforce_pp": plain, "reinforce_pp_baseline": dr_grpo,
+    "none": nothing}
 # Those that are whitened over all trained tokens of the step.
 WHITENED = frozenset({"reinforce_pp", "reinforce_pp_baseline"})
 

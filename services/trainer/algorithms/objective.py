@@ -84,7 +84,17 @@ class Objective:
     @property
     def moves_without_advantage(self) -> bool:
         """Whether a token whose advantage is 0 can have a gradient."""
-        return self.kl_in_loss or self.settings.entropy_coefficient != 0
+        return self.kl_in_loss or self.settings.entropy_coefficient != 0 or self.taught
+
+    @property
+    def compares(self) -> bool:
+        """Whether a group whose rewards are all equal has nothing to say."""
+        return self.settings.advantage not in ("gae", "none") and not self.taught
+
+    @property
+    def taught(self) -> bool:
+        """Whether a teacher adds to the advantages afterwards: then every sample counts, whatever its group's rewards."""
+        return bool(self.settings.teacher)
 
     def samples(
         self, rewards_S: np.ndarray, groups_S: np.ndarray, tokens_S: np.ndarray, truncated_S: np.ndarray,
@@ -108,6 +118,8 @@ class Objective:
             if not advantages.nothing_to_compare(rewards_S[at]):
                 counted_S[at] = True
                 advantages_S[at] = advantages.OF_GROUP[settings.advantage](rewards_S[at])
+        if self.taught:
+            counted_S = tokens_S > 0
         if settings.mask_truncated:
             counted_S &= ~truncated_S
         counts_S = np.where(counted_S, tokens_S, 0)
@@ -166,14 +178,14 @@ class Objective:
         name, counted_S = self.settings.advantage, np.zeros(len(episodes), bool)
         found = [np.zeros(len(rewards_T)) for rewards_T in rewards]
         for group in np.unique(groups_S):
-            at = np.flatnonzero(groups_S == group)
+            at: list[int] = np.flatnonzero(groups_S == group).tolist()
             mine, turns = [rewards[i] for i in at], [episodes[i].turns for i in at]
             by_turn, compared = advantages.turn_by_turn(mine, turns, advantages.OF_GROUP[name])
             if name == "reinforce_pp":  # every token answers for what follows it; the baseline is the batch's mean
                 by_turn = [advantages.to_go(rewards_T) for rewards_T in mine]
             if self.settings.credit == "token":
                 compared |= any(not np.array_equal(mine[0], other) for other in mine[1:])
-            counted_S[at] = compared
+            counted_S[at] = compared or self.taught
             for i, advantages_T in zip(at, by_turn, strict=True):
                 found[i] = advantages_T if compared else found[i]
         return found, counted_S & np.array([len(r) > 0 for r in rewards], bool)
