@@ -78,6 +78,18 @@ test-charts: $(VENV)/.charts  ## Helm charts and images: render, validate, insta
 images:  ## container images of all services, with docker, podman or buildah; see docs/eks.md for REGISTRY, TAG and EXTRA
 	tools/build_images.sh
 
+test-parallel: $(VENV)/.test  ## the trainer on 2 and 4 ranks, ten families of experts, exchanges and the fabric (two minutes)
+	$(BIN)/python -m pytest -m '' tests/parallel -k 'not fault and not rank_is_lost and not gpu'
+
+test-parallel-faults: $(VENV)/.test  ## mistakes of the DeepEP adapter, each of which the contract catches; ranks that die: nightly
+	$(BIN)/python -m pytest -m '' tests/parallel -k 'fault or rank_is_lost'
+
+test-gpu: $(VENV)/.test  ## the contract of the DeepEP adapter with the module itself; says so where there is no GPU or no module
+	$(BIN)/python -m pytest -m '' -rs tests/parallel/test_deep_ep_gpu.py
+
+bench-fabric: $(VENV)/.demo  ## exchanges of tokens on an emulated fabric of two nodes: needs root (ip netns, tbf)
+	$(BIN)/python -m benchmarks.fabric --json benchmarks/results/fabric.json
+
 test-security: $(VENV)/.test  ## whole runs behind certificates: nightly
 	$(BIN)/python -m pytest -m '' tests/e2e/test_security_run.py
 
@@ -114,4 +126,4 @@ clean:  ## remove the environment, caches and runs
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-.PHONY: demo bench-trl-env vllm-cpu-env test-vllm test test-deps test-fast test-planted test-charts images test-security lint protos docs bench chaos chaos-short clean help
+.PHONY: test-parallel test-parallel-faults test-gpu bench-fabric demo bench-trl-env vllm-cpu-env test-vllm test test-deps test-fast test-planted test-charts images test-security lint protos docs bench chaos chaos-short clean help

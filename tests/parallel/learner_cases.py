@@ -56,6 +56,20 @@ def resumed(learner: ShardedLearner) -> bool:
     return dist.get_rank() != 0 or all(np.array_equal(first[name], second[name]) for name in first)
 
 
+def halves() -> dict[str, Any]:
+    """On a rank: two steps in bfloat16 with float32 masters, a snapshot with them, and the same again after a reload."""
+    base = run("qwen3_moe", dict(ranks=2, experts=2, exchange="flat"))
+    learner = ShardedLearner(base.model_copy(update={"model": base.model.model_copy(update={"dtype": "bfloat16"})}))
+    metrics = [learner.step(groups(5, seed=number), number) for number in (1, 2)]
+    masters = [name for name in learner.snapshot().optimizer if name.endswith("/master")]
+    snapshot = learner.snapshot()
+    learner.step(groups(5, seed=9), 3)
+    first = {t.name: bytes(t.data) for t in learner.weights()}
+    learner.load(snapshot)
+    learner.step(groups(5, seed=9), 3)
+    return {"metrics": metrics, "masters": len(masters), "again": first == {t.name: bytes(t.data) for t in learner.weights()}}
+
+
 def arrays(tensors: list[RawTensor]) -> dict[str, np.ndarray]:
     """By name, as float32."""
     return {t.name: np.frombuffer(t.data, np.float32).reshape(t.shape).copy() for t in tensors}

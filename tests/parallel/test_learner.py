@@ -13,7 +13,7 @@ from services.trainer.parallel.learner import refuse
 from services.trainer.parallel.partition import cost, partition
 from slipstream.errors import ConfigError
 from tests.parallel import learner_cases, ranks
-from tests.trainer_samples import run_file
+from tests.trainer_samples import groups, run_file
 
 MESHES = {
     2: [("qwen3_moe", dict(ranks=2, experts=2, exchange="flat")), ("mixtral", dict(ranks=2, experts=2, exchange="flat"))],
@@ -58,6 +58,20 @@ def test_a_step_on_many_ranks_is_that_of_one(size: int, number: int) -> None:
     assert all(result[number]["again"] for result in many(size))
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_bfloat16_keeps_float32_masters_on_every_shard() -> None:
+    """What DeepEP carries: the loss and the norm of one process to the precision of the dtype, and an exact resume."""
+    base = learner_cases.run("qwen3_moe", {})
+    single = Learner(base.model_copy(update={"model": base.model.model_copy(update={"dtype": "bfloat16"})}))
+    expected = [single.step(groups(5, seed=number), number) for number in (1, 2)]
+    found = ranks.run(2, learner_cases.halves)
+    for one, other in zip(found[0]["metrics"], expected, strict=True):
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=0.05)
+        assert one["loss"] == pytest.approx(other["loss"], abs=0.02)
+    assert found[0]["masters"] == len([p for p in single.model.parameters() if p.requires_grad]) and found[0]["again"]
+
+
 def test_rows_are_shared_by_what_they_cost() -> None:
     """One long row weighs as much as many short ones: quadratic in length. Every row once, and the same on every rank."""
     lengths = [4000, *[500] * 12, *[100] * 7]
@@ -72,7 +86,6 @@ def test_rows_are_shared_by_what_they_cost() -> None:
 
 @pytest.mark.parametrize(("sections", "told"), [
     (dict(algorithm={"kl": "k3", "kl_in": "loss", "kl_coefficient": 0.1}), "a reference model"),
-    (dict(model={"dtype": "bfloat16"}), "model.dtype = bfloat16"),
     (dict(rollout={"capture_routes": True}), "route_replay"),
 ])
 def test_what_does_not_run_on_many_ranks_is_refused_by_name(sections, told: str) -> None:

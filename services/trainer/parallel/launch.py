@@ -22,13 +22,17 @@ log = logs.get("trainer.parallel")
 
 def divide() -> None:
     """First thing in the trainer's process: become a launcher or a follower and exit, or go on as the service."""
+    rank = os.environ.get("RANK")
     try:
         run = arguments("trainer").run
-    except ConfigError:
-        return  # the service says so
+    except ConfigError as error:
+        if rank in (None, "0"):
+            return  # the service says so
+        print(error.message, file=sys.stderr)
+        sys.exit(2)
     if run.trainer.parallel.ranks == 1:
         return
-    if (rank := os.environ.get("RANK")) is None:
+    if rank is None:
         sys.exit(launch(run.trainer.parallel.ranks, sys.argv[1:]))
     if int(rank):
         sys.exit(_follow(run))

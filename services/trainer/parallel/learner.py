@@ -26,7 +26,7 @@ from services.trainer.packing import Group, Microbatch, Row, microbatches, train
 from services.trainer.parallel import mesh
 from services.trainer.parallel.partition import cost, idle_row, partition
 from services.trainer.probes import Prober
-from services.trainer.snapshot import MOMENTS, Snapshot
+from services.trainer.snapshot import MASTER, MOMENTS, Snapshot
 from slipstream import config
 from slipstream.errors import ConfigError, InvalidInput
 from slipstream.manifest import RawTensor
@@ -135,6 +135,7 @@ class ShardedLearner(Learner):
 
     def probes(self) -> Probes:
         """As `Learner.probes`, on every rank the same."""
+        assert self._prober is not None
         return self._prober.score()
 
     def base(self) -> Sequence[RawTensor]:
@@ -145,7 +146,8 @@ class ShardedLearner(Learner):
         """Whole tensors, on rank 0; elsewhere an empty one."""
         moments = {
             f"{name}/{moment}": self.optimizer.state[parameter][moment] for name, parameter in self.model.named_parameters()
-            if parameter in self.optimizer.state for moment in MOMENTS}
+            if parameter in self.optimizer.state for moment in (*MOMENTS, MASTER)
+            if moment in self.optimizer.state[parameter]}
         return Snapshot(
             self._gathered(self._own_weights()), self._gathered(moments),
             {"0/torch": torch.get_rng_state()} if self.rank == 0 else {})
@@ -238,7 +240,6 @@ def refuse(run: config.RunFile) -> None:
         (run.algorithm.advantage == "gae", "algorithm.advantage = gae (a critic)"),
         (run.algorithm.kl != "none", f"algorithm.kl = {run.algorithm.kl} (a reference model)"),
         (run.model.lora is not None, "model.lora"),
-        (run.model.dtype != "float32", f"model.dtype = {run.model.dtype} (float32 masters of sharded weights)"),
         (run.rollout.capture_routes and run.algorithm.route_replay != "none",
          f"algorithm.route_replay = {run.algorithm.route_replay} with rollout.capture_routes"),
         (run.deterministic, "schedule.deterministic"),

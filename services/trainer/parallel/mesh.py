@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.utils import initialize_distributed_mesh
 
-from services.trainer.optimizer import NonFinite
+from services.trainer.optimizer import MasterAdamW, NonFinite
 from services.trainer.parallel import cost
 from services.trainer.parallel.baselines import AllGather, Copies
 from services.trainer.parallel.deep_ep import DeepEP
@@ -61,7 +62,7 @@ def join(settings: config.Parallel) -> torch.device:
 def _met(limit_s: float) -> tuple[Any, int, int]:
     """All ranks are here with their models built: from now on nobody waits longer than a collective's time-out."""
     limit = timedelta(seconds=limit_s)
-    store, rank, ranks = next(iter(dist.rendezvous("env://", timeout=limit)))
+    store, rank, ranks = next(iter(rendezvous("env://", timeout=limit)))
     store.set(f"ready/{rank}", "")
     store.wait([f"ready/{other}" for other in range(ranks)], limit)
     return store, rank, ranks
@@ -180,7 +181,9 @@ def optimizer(model: nn.Module, settings: config.Trainer, learning_rate: float) 
         members = [p for p in model.parameters() if p.requires_grad and (p.ndim >= 2) == matrices]
         decay = settings.weight_decay if matrices else 0.0
         groups += [{"params": part, "weight_decay": decay} for part in by_mesh(members)]
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=settings.betas, eps=settings.eps, foreach=False, fused=False)
+    small = any(p.dtype.itemsize < 4 for p in model.parameters() if p.requires_grad)
+    return (MasterAdamW if small else torch.optim.AdamW)(
+        groups, lr=learning_rate, betas=settings.betas, eps=settings.eps, foreach=False, fused=False)
 
 
 def clipped_step(
