@@ -450,6 +450,9 @@ class Rollout(Section):
     canary: bool = Field(
         default=True, description="Prove at each load that the engine holds and uses what was published; else the old serves on."
     )
+    adaptive_slots: bool = Field(
+        default=True, description="Hold fewer samples than slots while the engine's cache has no room for more; vllm only."
+    )
     lease_s: Seconds = Field(default=60, description="Life of a lease without a heartbeat.")
     heartbeat_s: Seconds = Field(default=15, description="Interval of heartbeats.")
     threads: int = Field(default=1, ge=0, description="CPU threads of torch; 0 = all.")

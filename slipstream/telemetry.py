@@ -136,6 +136,9 @@ class RolloutMetrics(_Group):
         self.episodes = self._counter("episodes", "Episodes ended: submitted, outdated, failed, handed_back.", "outcome")
         self.environment_seconds = self._histogram("environment_seconds", "Time of one environment call.", "call")
         self.kv_cache_share = self._gauge("kv_cache_share", "Share of the engine's KV cache in use; 0 where it has none.")
+        self.engine_waiting = self._gauge("engine_waiting", "Requests for which the engine has no room.")
+        self.preemptions = self._counter(
+            "preemptions", "Requests whose cache the engine threw away: for want of room, or to compute it anew after a swap.")
         self.decode_seconds = self._histogram("decode_seconds", "Time of one decode step.", buckets=_RPC_S)
 
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from services.rollout.concurrency import Load
 from slipstream.errors import SlipstreamError
 from slipstream.manifest import RawTensor
 from slipstream.probes import Probes
@@ -85,6 +86,11 @@ class Engine(Protocol):
     @property
     def active(self) -> int:
         """Sequences that are being decoded."""
+        ...
+
+    @property
+    def load(self) -> Load | None:
+        """What the scheduler says of itself, for the bound on samples in hand; None where slots are all that binds."""
         ...
 
     @property

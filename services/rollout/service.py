@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from services.rollout.concurrency import Concurrency
 from services.rollout.engine import Engine, Generation, Request
 from services.rollout.worker import RolloutWorker
 from slipstream import environment, rpc
@@ -84,15 +85,24 @@ def _need(run: RunFile, *packages: str) -> None:
                 "the interpreter of an environment that has it, see docs/guides/engines.md")
 
 
-async def _watch_engine(context: ServiceContext, engine: Engine, metrics: RolloutMetrics) -> None:
-    """Keep tokens and slots up to date for metrics and status."""
-    counted = 0
+async def _watch_engine(
+    context: ServiceContext, engine: Engine, worker: RolloutWorker, metrics: RolloutMetrics
+) -> None:
+    """Keep tokens and slots up to date for metrics and status, and the bound on samples in hand where a cache binds."""
+    counted, preempted, bound = 0, 0, Concurrency(context.run.rollout.slots)
     while True:
         await context.clock.sleep(0.5)
         generated = engine.generated_tokens
         metrics.generated_tokens.inc(max(0, generated - counted))
         metrics.active_slots.set(engine.active)
         counted = generated
+        if (load := engine.load) is not None:
+            metrics.kv_cache_share.set(load.cache_share)
+            metrics.engine_waiting.set(load.waiting)
+            metrics.preemptions.inc(max(0, load.preemptions - preempted))
+            preempted = load.preemptions
+            if context.run.rollout.adaptive_slots:
+                worker.bound(bound.look(load))
 
 
 def _response(piece: Generation) -> pb.GenerateResponse:

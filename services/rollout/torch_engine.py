@@ -84,6 +84,10 @@ class TorchEngine:
         return self._decoder.active if self._decoder else 0
 
     @property
+    def load(self) -> None:
+        return None
+
+    @property
     def generated_tokens(self) -> int:
         return self._decoder.generated_tokens if self._decoder else 0
 

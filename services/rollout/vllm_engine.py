@@ -22,6 +22,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mappi
 from typing import Any
 
 from services.rollout import vllm_arguments
+from services.rollout.concurrency import Load
 from services.rollout.engine import Ended, Generation, Request
 from services.rollout.vllm_answers import NOTHING, Asked, add_routes, generation, rest, spans_of
 from services.rollout.vllm_checkpoint import Checkpoints
@@ -84,6 +85,11 @@ class VllmEngine:
     @property
     def active(self) -> int:
         return len(self._asked)
+
+    @property
+    def load(self) -> Load:
+        said = self.signals
+        return Load(said.running, said.waiting, said.cache_share, said.preemptions, self._exchange)
 
     @property
     def generated_tokens(self) -> int:

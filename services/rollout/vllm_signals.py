@@ -15,7 +15,7 @@ class Signals:
 
     running: int = 0  # requests that were decoded
     waiting: int = 0  # requests without room
-    cache_use: float = 0.0  # share of the cache's blocks in use, 0 to 1
+    cache_share: float = 0.0  # share of the cache's blocks in use, 0 to 1
     preemptions: int = 0  # requests that lost their cache to others, in sum; each is computed anew
     generated_tokens: int = 0
     prompt_tokens: int = 0
@@ -40,7 +40,7 @@ def logger(signals: Signals, observe: Callable[[float], None] | None) -> Any:
         ) -> None:
             if scheduler_stats is not None:
                 signals.running, signals.waiting = scheduler_stats.num_running_reqs, scheduler_stats.num_waiting_reqs
-                signals.cache_use = scheduler_stats.kv_cache_usage
+                signals.cache_share = scheduler_stats.kv_cache_usage
             if iteration_stats is not None:
                 signals.generated_tokens += iteration_stats.num_generation_tokens
                 signals.preemptions += iteration_stats.num_preempted_reqs

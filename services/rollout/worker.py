@@ -55,7 +55,7 @@ class RolloutWorker:
     ) -> None:
         self._context, self._engine, self._metrics = context, engine, metrics
         self._buffer = SampleServiceStub(context.channel)
-        self._slots = context.run.rollout.slots
+        self._slots = context.run.rollout.slots  # at most; `bound` lowers it
         self._pinned = context.run.schedule.pinned
         self._leases: dict[Key, Lease] = {}  # every lease that is ours, until acknowledged or lost
         self._held: list[pb.SampleLease] = []  # wait for their version
@@ -80,6 +80,13 @@ class RolloutWorker:
         lifecycle.spawn("heartbeat", self._heartbeat())
         lifecycle.on_stop(STOP_INTAKE, self._stop_intake, "lease")
         lifecycle.on_stop(FINISH, lambda: self.drain(DRAIN_S), "samples in flight")
+
+    def bound(self, slots: int) -> None:
+        """Hold at most this many samples from here on; those in hand stay."""
+        if slots != self._slots:
+            self._slots = slots
+            self._metrics.slots.set(slots)
+            self._note()
 
     async def drain(self, grace_s: float) -> tuple[int, int]:
         """Take no more leases; finish what is in flight within `grace_s`, hand the rest back: (finished, handed back)."""
@@ -117,7 +124,7 @@ class RolloutWorker:
             await self._spare_a_broken_environment()
             version = self._engine.version
             request = pb.LeaseSamplesRequest(
-                worker=context.arguments.instance, max_samples=self._slots - self._in_hand, wait=rpc.duration(POLL_S),
+                worker=context.arguments.instance, max_samples=max(1, self._slots - self._in_hand), wait=rpc.duration(POLL_S),
                 loaded_version=version.number if version else 0, run_file_hash=run_hash)
             response = await rpc.call_until(
                 self._buffer.LeaseSamples, request, POLL_S + CALL_S, context.waits, sentence, context.clock)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from services.rollout.concurrency import Load
 from services.rollout.service import start
+from services.rollout.torch_engine import TorchEngine
+from services.rollout.worker import RolloutWorker
 from slipstream import config, rpc
 from slipstream.environment import Action, Environment, Episode, Reset, Step, Task
 from slipstream.errors import Exhausted, Fenced, InvalidInput, from_rpc_error, to_status
@@ -194,6 +198,25 @@ async def test_leases_become_samples(tmp_path: Path, buffer: ScriptedBuffer) -> 
         assert len(buffer.submits) <= 8
         await buffer.until(lambda: buffer.beats)
         assert context.policy_version and context.policy_version.number == 1
+
+
+async def test_an_engine_short_of_cache_is_given_less(
+    tmp_path: Path, buffer: ScriptedBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Preempting with four requests running and a full cache: the worker asks for no more than three from then on."""
+    preemptions, bounded, plain = itertools.count(10), asyncio.Event(), RolloutWorker.bound
+    monkeypatch.setattr(RolloutWorker, "bound", lambda self, slots: (plain(self, slots), slots == 3 and bounded.set()))
+    monkeypatch.setattr(TorchEngine, "load", property(lambda self: Load(4, 3, 1.0, next(preemptions), 0)))
+    run = turns(tmp_path)
+    await published(run, buffer, 1, 0)
+    async with service(run, buffer) as context:
+        await buffer.until(lambda: buffer.asked)
+        assert buffer.asked[0].max_samples == 16
+        await asyncio.wait_for(bounded.wait(), 20)
+        await buffer.grant(1)
+        await buffer.until(lambda: len(buffer.asked) > 1 and 1 in buffer.submitted)
+        assert {asked.max_samples for asked in buffer.asked[1:]} <= {1, 2, 3}
+        assert context.registry.get_sample_value("slipstream_rollout_kv_cache_share") == 1.0
 
 
 async def test_seeds_decide_not_the_company(tmp_path: Path, buffer: ScriptedBuffer) -> None:
