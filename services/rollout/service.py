@@ -61,7 +61,7 @@ async def start(context: ServiceContext) -> None:
         lambda: engine.generated_tokens, lambda: f"tokens of {engine.active} sequences in flight" if engine.active else "")
     worker.start()
     context.lifecycle.on_stop(CLOSE, engine.stop, "engine")
-    context.lifecycle.spawn("engine metrics", _watch_engine(context, engine, metrics))
+    context.lifecycle.spawn("engine metrics", _watch_engine(context, engine, worker, metrics))
 
 
 def engine_of(run: RunFile, observe: Callable[[float], None] | None = None) -> Engine:
