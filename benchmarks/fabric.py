@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
-from torch.distributed.distributed_c10d import TCPStore
 
 from benchmarks.fabric_links import Links, emulated, enter, missing, sent_bytes
 from services.trainer.parallel import exchange as seam
@@ -61,7 +60,7 @@ def rank_main(rank: int, links: Links, sizes: Sizes, pipe: Any) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     torch.set_num_threads(1)
     ranks = links.nodes * links.width
-    store = TCPStore(links.address(0), 29555, ranks, is_master=rank == 0, timeout=timedelta(seconds=60))
+    store = dist.TCPStore(links.address(0), 29555, ranks, is_master=rank == 0, timeout=timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=300))
     group = dist.group.WORLD
     assert group is not None
@@ -217,7 +216,8 @@ def shown(found: dict[str, Any], tracked: dict[str, float], sizes: Sizes, links:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.fabric", description="Exchanges of tokens on an emulated fabric.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.fabric", description="Exchanges of tokens on an emulated fabric.")
     for name, default in dict(nodes=2, width=2, slow=222, fast=2000, experts=64, top_k=8, hidden=1024, tokens=512, layers=3,
                               repetitions=5).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
