@@ -53,6 +53,7 @@ spec:
   {{- end }}
   {{- if eq $kind "Deployment" }}
   revisionHistoryLimit: 3
+  progressDeadlineSeconds: 3600   # engines load for a while
   strategy:
     type: RollingUpdate
     rollingUpdate:
