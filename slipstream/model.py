@@ -46,6 +46,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from slipstream import config
 from slipstream.errors import ConfigError, InvalidInput
 from slipstream.manifest import RawTensor
+from slipstream.router_precision import compute_in_float32
 from slipstream.seeds import stream
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ def build(model: config.Model, seed: int, deterministic: bool = False) -> tuple[
     else:
         loaded, tokenizer = _fresh(model.build, dtype, experts, seed)
     loaded.train()
+    compute_in_float32(loaded)
     return loaded, tokenizer
 
 
@@ -152,6 +154,7 @@ def skeleton(sent: Mapping[str, bytes], dtype: str = "float32", experts: str = "
             raise InvalidInput(f"the files {sorted(sent)} do not describe a model: {_one_line(error)}", "FILES") from error
     model.tie_weights()
     model.eval()
+    compute_in_float32(model)
     return model, tokenizer
 
 

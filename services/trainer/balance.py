@@ -28,6 +28,7 @@ from services.trainer.expert_load import ExpertLoad
 from services.trainer.packing import Microbatch
 from slipstream import config
 from slipstream.errors import ConfigError
+from slipstream.router_precision import router_modules
 
 
 def balance_part(logits_n_E: torch.Tensor, assigned_E: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -116,16 +117,8 @@ def _routers(model: Any, layers: int) -> list[tuple[nn.Module, int]]:
         raise ConfigError(
             f"{name} has no router_aux_loss_coef: transformers defines no auxiliary loss for its routers (a selection bias "
             f"keeps such families in balance, and it is frozen in RL); set {wanted} = 0")
-    recorders = [
-        recorder for part in model.modules()
-        if (recorder := (getattr(type(part), "_can_record_outputs", None) or {}).get("router_logits")) is not None]
-    if not recorders:
-        raise ConfigError(f"{name} does not say where its router logits are; set {wanted} = 0")
-    recorder = recorders[-1]
-    kind, index, within = getattr(recorder, "target_class", recorder), getattr(recorder, "index", 0), getattr(
-        recorder, "layer_name", None)
-    found = [(m, index) for path, m in model.named_modules() if isinstance(m, kind) and (within is None or within in path)]
-    if not found or len(found) != layers:
+    found = router_modules(model)
+    if len(found) != layers:
         raise ConfigError(
             f"{name} has {len(found)} routers for {layers} layers of experts that transformers' experts interface can see; "
             f"set {wanted} = 0")

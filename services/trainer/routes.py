@@ -191,7 +191,8 @@ class _Replaced(TorchFunctionMode):
         self._replay, self._layer, self._seam, self._seen, self._entered = replay, layer, seam, 0, False
         self._live_N_G: torch.Tensor | None = None
         seam.module.register_forward_pre_hook(self._before)
-        seam.module.register_forward_hook(self._after, always_call=True)
+        # Before the hooks that are there: what was entered last is left first.
+        seam.module.register_forward_hook(self._after, always_call=True, prepend=True)
 
     def _before(self, *_: object) -> None:
         self._seen, self._entered, self._live_N_G = 0, self._replay.on, None
