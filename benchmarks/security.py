@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import statistics
 import subprocess
 import sys
@@ -93,30 +94,28 @@ def _register(servicer: object, server: Any) -> None:
 
 
 async def calls(folder: Path, count: int) -> dict[str, float]:
-    """Milliseconds of a call, with a run's secret and with certificates."""
-    found: dict[str, float] = {}
+    """Median milliseconds of a call, with a run's secret and with certificates by turns, and of a handshake."""
     arms = {
         "off": tuple(auth_credentials.fixed(b"s" * 32, role) for role in ("buffer", "rollout")),
         "on": tuple(Credentials(role, "demo", certificates=Certificates(folder, role)) for role in ("buffer", "rollout"))}
-    for name, (server, client) in arms.items():
-        async with rpc.Server("127.0.0.1", 0, [(_register, None)], credentials=server) as running:
-            async with rpc.channel(running.address, credentials=client) as channel:
-                call = channel.unary_unary(ECHO)
-                await call(b"", timeout=10)
-                found[f"call_ms_{name}"] = await _each(call, b"", count)
-                found[f"large_ms_{name}"] = await _each(call, bytes(LARGE), max(1, count // 100))
+    found: dict[str, float] = {}
+    async with contextlib.AsyncExitStack() as stack:
+        methods = {}
+        for name, (server, client) in arms.items():
+            running = await stack.enter_async_context(rpc.Server("127.0.0.1", 0, [(_register, None)], credentials=server))
+            channel = await stack.enter_async_context(rpc.channel(running.address, credentials=client))
+            methods[name] = channel.unary_unary(ECHO)
             if name == "on":
                 found["handshake_ms"] = await _handshakes(running.address, client)
+        for kind, request, times in (("call", b"", count), ("large", bytes(LARGE), max(1, count // 100))):
+            spent: dict[str, list[float]] = {name: [] for name in methods}
+            for _ in range(times):
+                for name, method in methods.items():
+                    started = time.perf_counter()
+                    await method(request, timeout=30)
+                    spent[name].append(time.perf_counter() - started)
+            found |= {f"{kind}_ms_{name}": statistics.median(seconds) * 1000 for name, seconds in spent.items()}
     return found
-
-
-async def _each(call: Any, request: bytes, count: int) -> float:
-    times = []
-    for _ in range(count):
-        started = time.perf_counter()
-        await call(request, timeout=30)
-        times.append(time.perf_counter() - started)
-    return statistics.median(times) * 1000
 
 
 async def _handshakes(address: str, client: Credentials) -> float:
