@@ -15,7 +15,7 @@ from slipstream.errors import InvalidInput
 from slipstream.model import character_tokenizer
 from slipstream.protos.buffer.v1.samples_pb2 import SampleLease
 from slipstream.protos.types.v1 import sample_pb2
-from slipstream.sample import FINISH_ABORT, FINISH_LENGTH, FINISH_STOP, Span, decode, validate
+from slipstream.sample import FINISH_ABORT, FINISH_LENGTH, FINISH_STOP, Span, decode, turn_numbers, validate
 
 CHATML = (
     "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}")
@@ -156,3 +156,17 @@ def test_what_cannot_be_asked_is_refused_by_name() -> None:
         episode().begin(Reset(text="émigré"))
     with pytest.raises(InvalidInput, match="chat template"):
         episode().begin(Reset(messages=[{"role": "user", "content": "1"}]))
+
+
+def test_calls_that_nothing_separates_are_told_apart() -> None:
+    """An observation without text: the second answer follows the first directly, so the segment says whose tokens they are. As a
+    rule runs of generated tokens do, and the body has no more bytes for it."""
+    for between, turns in (("", ((0, 2), (1, 2))), ("3?", ())):
+        subject = episode()
+        subject.begin(Reset(text="1?"))
+        subject.answered(answer(subject, "2"))
+        subject.observe(Observation(text=between))
+        subject.answered(answer(subject, "4"))
+        [segment] = decode(subject.submission().body).segments
+        assert segment.turns == turns
+        assert [n.tolist() for n in turn_numbers(subject.sample())] == [[0, 0, 1, 1]]
