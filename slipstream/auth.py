@@ -7,6 +7,7 @@ Without certificates and without the file `secret` in the run folder nobody is c
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import os
 import time
@@ -157,6 +158,8 @@ class RoleInterceptor(grpc.aio.ServerInterceptor):
         def admit(request: bytes, context: grpc.aio.ServicerContext) -> tuple[Caller, Any]:
             caller = identify(method, header, context.auth_context(), self._credentials, self._unix())
             authorise(method, caller)
+            if not caller.name:
+                caller = self._own(caller, context.peer())
             if caller.calls_per_minute or caller.bytes_per_minute:
                 self._quotas.take(caller.name, caller.calls_per_minute, caller.bytes_per_minute, len(request))
             try:
@@ -182,6 +185,14 @@ class RoleInterceptor(grpc.aio.ServerInterceptor):
         inner = getattr(handler, kind)
         guard = many if inspect.isasyncgenfunction(inner) else one
         return getattr(grpc, f"{kind}_rpc_method_handler")(guard, None, handler.response_serializer)
+
+    def _own(self, caller: Caller, peer: str) -> Caller:
+        """One of the run's own processes: its limits go by role and address, "ipv4:10.0.0.7:54321" without the port."""
+        calls, size = self._credentials.own_calls_per_minute, self._credentials.own_bytes_per_minute
+        if not calls and not size:
+            return caller
+        return dataclasses.replace(
+            caller, name=f"{caller.role} at {peer.rpartition(':')[0]}", calls_per_minute=calls, bytes_per_minute=size)
 
     def _charge(self, caller: Caller, response: Any) -> None:
         if caller.name:

@@ -32,8 +32,10 @@ class Credentials:
     certificates: Certificates | None = None
     token: str = ""
     authority: Path | None = None
-    calls_per_minute: int = 0
+    calls_per_minute: int = 0  # of an outside client whose token names no quota
     bytes_per_minute: int = 0
+    own_calls_per_minute: int = 0  # of one role at one address
+    own_bytes_per_minute: int = 0
 
     @property
     def secure(self) -> bool:
@@ -62,7 +64,8 @@ def of(run: RunFile, role: str, tls_dir: str = "", secret_file: str = "") -> Cre
     return Credentials(
         role, run.run.name, Keys(Path(secret) if secret else run.folder / "secret"),
         Certificates(Path(folder), role) if folder else None,
-        calls_per_minute=security.client_calls_per_minute, bytes_per_minute=security.client_bytes_per_minute)
+        calls_per_minute=security.client_calls_per_minute, bytes_per_minute=security.client_bytes_per_minute,
+        own_calls_per_minute=security.calls_per_minute, own_bytes_per_minute=security.bytes_per_minute)
 
 
 def of_folder(folder: Path, role: str) -> Credentials:

@@ -35,8 +35,8 @@ class Quotas:
         if bytes_per_minute and size > bytes_per_minute:
             raise InvalidInput(
                 f"a message of {size} bytes is over the quota of {name}, {bytes_per_minute} bytes a minute: send less at once, "
-                "or ask the run's owner for a token with a higher --bytes-per-minute", "MESSAGE_OVER_QUOTA", name=name,
-                bytes=size)
+                "or raise it (--bytes-per-minute of a token, the table security of the run file)", "MESSAGE_OVER_QUOTA",
+                name=name, bytes=size)
         bucket = self._filled(name, calls_per_minute, bytes_per_minute)
         waits = (
             ("calls", calls_per_minute, (1 - bucket.calls) / (calls_per_minute or 1)),

@@ -18,5 +18,9 @@ class Security(Section):
     client_bytes_per_minute: int = Field(
         default=64 << 20, ge=0,
         description="Bytes a minute, both ways, of an outside client whose token names no quota; 0 = any.")
+    calls_per_minute: int = Field(
+        default=0, ge=0, description="Calls a minute of one role at one address, for the run's own processes; 0 = any.")
+    bytes_per_minute: int = Field(
+        default=0, ge=0, description="Bytes a minute, both ways, of one role at one address, likewise; 0 = any.")
     log_content: bool = Field(
         default=False, description="Let log lines carry prompts, answers and the messages of users' code that may quote them.")

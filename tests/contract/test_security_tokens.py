@@ -101,6 +101,15 @@ async def test_over_its_quota_a_client_is_told_when_to_come_back(world: World):
             assert (await attempt(channel, method("GetStatus")))[0] == code_pb2.OK
 
 
+async def test_a_process_of_the_run_may_have_a_limit_too(world: World):
+    """By role and address, off unless set: a worker that runs wild is slowed down, the others at that address are not."""
+    mine = world.credentials("buffer", own_calls_per_minute=2)
+    async with world.server(credentials=mine):
+        for role, outcomes in [("rollout", ["", "", "QUOTA"]), ("reward", [""])]:
+            async with world.channel(world.credentials(role)) as channel:
+                assert [(await attempt(channel, method("GetStatus")))[1] for _ in outcomes] == outcomes
+
+
 def test_a_bucket_fills_evenly_and_answers_are_paid_for():
     """Half a minute gives back half the quota; an answer over what is left is a debt; 0 is no limit."""
     now = [0.0]
