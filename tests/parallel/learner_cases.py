@@ -32,6 +32,8 @@ def steps(family: str, parallel: dict[str, Any], count: int = 2) -> dict[str, An
 def trained(learner: Any, count: int = 2) -> dict[str, Any]:
     """Of any learner."""
     gradients: dict[str, np.ndarray] = {}
+    passes: list[int] = []
+    counting = learner.model.model.layers[0].self_attn.register_forward_hook(lambda *_: passes.append(1))
 
     def look(*_: Any) -> None:
         if not gradients:
@@ -42,7 +44,8 @@ def trained(learner: Any, count: int = 2) -> dict[str, Any]:
     handle = learner.optimizer.register_step_pre_hook(look)
     metrics = [learner.step(groups(5, seed=number), number) for number in range(1, count + 1)]
     handle.remove()
-    return {"gradients": gradients, "metrics": metrics, "weights": arrays(learner.weights())}
+    counting.remove()
+    return {"passes": len(passes), "gradients": gradients, "metrics": metrics, "weights": arrays(learner.weights())}
 
 
 def resumed(learner: ShardedLearner) -> bool:

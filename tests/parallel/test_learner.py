@@ -16,7 +16,10 @@ from tests.parallel import learner_cases, ranks
 from tests.trainer_samples import groups, run_file
 
 MESHES = {
-    2: [("qwen3_moe", dict(ranks=2, experts=2, exchange="flat")), ("mixtral", dict(ranks=2, experts=2, exchange="flat"))],
+    2: [
+        ("qwen3_moe", dict(ranks=2, experts=2, exchange="flat")),
+        ("mixtral", dict(ranks=2, experts=2, exchange="flat", recompute=True)),
+    ],
     4: [
         ("qwen3_moe", dict(ranks=4, experts=4, exchange="hierarchical", ranks_per_node=2)),
         ("qwen3_moe", dict(ranks=4, experts=2, exchange="flat")),
@@ -56,6 +59,9 @@ def test_a_step_on_many_ranks_is_that_of_one(size: int, number: int) -> None:
     for name, value in expected["weights"].items():
         np.testing.assert_allclose(found["weights"][name], value, rtol=0, atol=1e-5, err_msg=name)
     assert all(result[number]["again"] for result in many(size))
+    world, microbatches = MESHES[size][number][1]["ranks"], sum(m["microbatches"] for m in found["metrics"])
+    each = microbatches * MESHES[size][number][1].get("tensor", 1) // world
+    assert found["passes"] == each * (2 if MESHES[size][number][1].get("recompute") else 1)
 
 
 @pytest.mark.slow

@@ -152,6 +152,8 @@ def follow(run: config.RunFile) -> int:
             if name == CLOSE:
                 learner.close()
                 dist.destroy_process_group()
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nobody needs us any more
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
                 return 0
             if name != IDLE:
                 with limited(run.trainer.parallel.step_timeout_s):

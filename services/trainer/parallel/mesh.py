@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.utils import initialize_distributed_mesh
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from services.trainer.optimizer import MasterAdamW, NonFinite
 from services.trainer.parallel import cost
@@ -96,6 +97,8 @@ def distribute(model: Any, run: config.RunFile, device: torch.device) -> tuple[A
             ep_implementation=name if settings.experts > 1 else "auto")
         _, meshes = initialize_distributed_mesh(wanted)
         model = type(model).maybe_distribute_model(model.to(device), wanted, meshes)
+        if settings.recompute:
+            recompute(model)
     except (ValueError, RuntimeError) as error:
         raise ConfigError(
             f"trainer.parallel (ranks {settings.ranks}, experts {settings.experts}, tensor {settings.tensor}) does not fit "
@@ -117,6 +120,14 @@ def fits(model: Any, settings: config.Parallel) -> None:
     if settings.tensor > 1 and not model.tp_plan:
         raise ConfigError(
             f"trainer.parallel.tensor = {settings.tensor}, but {type(model).__name__} has no plan for tensors; set tensor = 1")
+
+
+def recompute(model: Any) -> None:
+    """Layers keep their inputs alone. transformers does so in training mode only; what is inside them stays in evaluation."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True
 
 
 def make(

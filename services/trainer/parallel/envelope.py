@@ -1,0 +1,206 @@
+"""What a model takes on a mesh, by formula: memory of each GPU, and whether it is proven, plausible or refused.
+
+    python -m services.trainer.parallel.envelope --model qwen3-235b-a22b --length 32768 --ranks 64 --experts 64 [--gpu-gib 141]
+    python -m services.trainer.parallel.envelope --table          the tables of docs/envelope.md
+
+Axes: P parameters, H hidden, L layers, T tokens of a micro-batch, K experts per token, V vocabulary, R ranks.
+
+    state        (2 weight + 2 gradient + 12 master and moments) · P / R           bfloat16 with float32 masters
+    gathered     2 · 2 · (P_dense / L + P_experts / L / experts)                   two layers in flight, weight and gradient
+    activations  2 · T · (L · H + 2 A) with trainer.parallel.recompute, else 2 · T · L · A, where
+                 A = 10 H + 4 Q + K · (2 H + 3 I) + shared · 3 I                    of a layer; flash attention keeps no T²
+    logits       (2 + 4 + 4) · T · V                                               logits, their softmax and its gradient
+    exchange     DeepEP's buffer (deep_ep_checks.buffer_bytes), or the rows of one layer three times
+
+Q is heads · head size, I the width of an expert. `reserve` is kept for the allocator, NCCL and the CUDA context. Proven is what
+a test trains (tiny models on gloo ranks): no model of this table is. Plausible fits by these formulas and no constraint forbids
+it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+
+from services.trainer.parallel.deep_ep_checks import Demand, buffer_bytes, problems
+
+GIB = 2**30
+RESERVE_GIB = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Of a published configuration. Counts in units, not in billions."""
+
+    name: str
+    family: str  # in transformers
+    hidden: int
+    layers: int
+    dense_layers: int  # of them, those without experts
+    heads: int
+    head_size: int  # of what flash attention reads: queries
+    experts: int
+    top_k: int
+    width: int  # of an expert
+    shared: int  # experts that every token takes
+    vocabulary: int
+    total: float  # parameters
+    note: str = ""
+
+    @property
+    def expert_parameters(self) -> float:
+        """Of all routed experts: three matrices each."""
+        return 3.0 * self.hidden * self.width * self.experts * (self.layers - self.dense_layers)
+
+
+MODELS = {m.name: m for m in (
+    Model("qwen3-30b-a3b", "qwen3_moe", 2048, 48, 0, 32, 128, 128, 8, 768, 0, 151_936, 30.5e9),
+    Model("qwen3-235b-a22b", "qwen3_moe", 4096, 94, 0, 64, 128, 128, 8, 1536, 0, 151_936, 235e9),
+    Model("glm-4.5", "glm4_moe", 5120, 92, 3, 96, 128, 160, 8, 1536, 1, 151_552, 355e9),
+    Model("deepseek-v3", "deepseek_v3", 7168, 61, 3, 128, 192, 256, 8, 2048, 1, 129_280, 671e9,
+          "published in FP8: convert to bfloat16 first"),
+    Model("kimi-k2", "deepseek_v3", 7168, 61, 1, 64, 192, 384, 8, 2048, 1, 163_840, 1040e9,
+          "published in FP8: convert to bfloat16 first"),
+    Model("gpt-oss-120b", "gpt_oss", 2880, 36, 0, 64, 64, 128, 4, 2880, 0, 201_088, 117e9,
+          "published in MXFP4: convert to bfloat16 first; pad_hidden for DeepEP"),
+)}
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """What it is to run on."""
+
+    ranks: int
+    experts: int
+    length: int  # of the longest sample: a micro-batch holds at least one
+    gpu_gib: int = 141
+    ranks_per_node: int = 8
+    exchange: str = "deep_ep"
+    recompute: bool = True
+    host_gib: int = 2048  # memory of a node
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Of one GPU, in GiB."""
+
+    state: float
+    gathered: float
+    activations: float
+    logits: float
+    exchange: float
+
+    @property
+    def total(self) -> float:
+        return self.state + self.gathered + self.activations + self.logits + self.exchange + RESERVE_GIB
+
+
+def demand(model: Model, mesh: Mesh) -> Demand:
+    """What the exchange is asked for."""
+    return Demand(
+        model.experts, model.top_k, model.hidden, mesh.experts, mesh.ranks_per_node, max_tokens=min(8192, mesh.length),
+        pad_hidden=bool(model.hidden % 256))
+
+
+def memory(model: Model, mesh: Mesh) -> Memory:
+    """By the formulas on top."""
+    dense = model.total - model.expert_parameters
+    tokens, layers = mesh.length, model.layers
+    inner = 10 * model.hidden + 4 * model.heads * model.head_size + (
+        model.top_k * (2 * model.hidden + 3 * model.width) + model.shared * 3 * model.width)
+    per_token = layers * model.hidden + 2 * inner if mesh.recompute else layers * inner
+    rows = 3 * 2 * tokens * model.hidden * min(model.top_k, mesh.experts)
+    return Memory(
+        16 * model.total / mesh.ranks / GIB,
+        4 * (dense / layers + model.expert_parameters / (layers - model.dense_layers) / mesh.experts) / GIB,
+        2 * tokens * per_token / GIB,
+        10 * tokens * model.vocabulary / GIB,
+        (buffer_bytes(demand(model, mesh)) if mesh.exchange == "deep_ep" else rows) / GIB)
+
+
+def verdict(model: Model, mesh: Mesh) -> tuple[str, str]:
+    """(plausible or refused, why)."""
+    if mesh.ranks % mesh.experts or model.experts % mesh.experts:
+        return "refused", f"{model.experts} experts over {mesh.experts} of {mesh.ranks} ranks do not divide"
+    if mesh.exchange == "deep_ep" and (found := problems(demand(model, mesh))):
+        return "refused", "; ".join(found)
+    whole = 2 * model.total * min(mesh.ranks, mesh.ranks_per_node) / GIB
+    if whole > mesh.host_gib:
+        return "refused", (
+            f"{whole:.0f} GiB of host memory a node, of {mesh.host_gib}: every rank builds the whole model at its start")
+    taken = memory(model, mesh)
+    if taken.total > mesh.gpu_gib:
+        return "refused", f"{taken.total:.0f} GiB of {mesh.gpu_gib}, {_largest(taken)}"
+    return "plausible", f"{taken.total:.0f} GiB of {mesh.gpu_gib}"
+
+
+def fewest_ranks(model: Model, length: int, gpu_gib: int, most: int = 1024) -> Mesh | None:
+    """The smallest mesh of whole nodes, experts as widely spread as they divide, on which the memory of the GPUs suffices."""
+    ranks = 8
+    while ranks <= most:
+        mesh = Mesh(ranks, _widest(model, ranks), length, gpu_gib)
+        if memory(model, mesh).total <= gpu_gib and not problems(demand(model, mesh)):
+            return mesh
+        ranks *= 2
+    return None
+
+
+def _widest(model: Model, ranks: int) -> int:
+    """Most ranks that its experts divide over."""
+    return max(n for n in range(1, ranks + 1) if not ranks % n and not model.experts % n)
+
+
+def _largest(taken: Memory) -> str:
+    parts = {name: getattr(taken, name) for name in ("state", "gathered", "activations", "logits", "exchange")}
+    name = max(parts, key=lambda n: parts[n])
+    remedy = {"state": "more ranks", "gathered": "more expert ranks", "exchange": "a smaller max_tokens"}.get(
+        name, "shorter samples, or recompute: context parallelism is not there yet")
+    return f"most of it {name} ({parts[name]:.0f} GiB); {remedy}"
+
+
+def table(gpu_gib: int = 141) -> str:
+    """Markdown: for each model and length the smallest mesh, memory by part, and the verdict."""
+    lines = [
+        "| model | length | ranks · experts | state | gathered | activations | logits | exchange | total GiB | verdict |",
+        "|---|---|---|---|---|---|---|---|---|---|"]
+    for model in MODELS.values():
+        for length in (4096, 16384, 65536):
+            mesh = fewest_ranks(model, length, gpu_gib)
+            if mesh is None:
+                taken = memory(model, Mesh(1024, _widest(model, 1024), length, gpu_gib))
+                lines.append(f"| {model.name} | {length} | none to 1024 |" + " |" * 6 + f" refused: {_largest(taken)} |")
+                continue
+            m, (word, why) = memory(model, mesh), verdict(model, mesh)
+            figures = " | ".join(f"{v:.1f}" for v in (m.state, m.gathered, m.activations, m.logits, m.exchange, m.total))
+            lines.append(f"| {model.name} | {length} | {mesh.ranks} · {mesh.experts} | {figures} | "
+                         + (word if word == "plausible" else f"{word}: {why}") + " |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str]) -> int:
+    """The command; its exit code: 1 when refused."""
+    parser = argparse.ArgumentParser(prog="python -m services.trainer.parallel.envelope", description="Memory by formula.")
+    parser.add_argument("--table", action="store_true", help="all models, as in docs/envelope.md")
+    parser.add_argument("--model", choices=sorted(MODELS))
+    parser.add_argument("--length", type=int, default=16384, help="tokens of the longest sample")
+    parser.add_argument("--ranks", type=int, default=64)
+    parser.add_argument("--experts", type=int, default=64)
+    parser.add_argument("--gpu-gib", type=int, default=141)
+    parser.add_argument("--keep-activations", action="store_true", help="trainer.parallel.recompute = false")
+    parser.add_argument("--exchange", choices=("deep_ep", "hierarchical", "flat"), default="deep_ep")
+    given = parser.parse_args(arguments)
+    if given.table or not given.model:
+        print(table(given.gpu_gib))
+        return 0
+    model, mesh = MODELS[given.model], Mesh(
+        given.ranks, given.experts, given.length, given.gpu_gib, exchange=given.exchange, recompute=not given.keep_activations)
+    taken, (word, why) = memory(model, mesh), verdict(model, mesh)
+    for name in ("state", "gathered", "activations", "logits", "exchange"):
+        print(f"{name:12s}{getattr(taken, name):8.1f} GiB")
+    print(f"{'reserve':12s}{RESERVE_GIB:8.1f} GiB\n{word}: {why}" + (f"\nnote: {model.note}" if model.note else ""))
+    return int(word == "refused")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

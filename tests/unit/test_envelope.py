@@ -1,0 +1,49 @@
+"""The envelope: formulas against published totals and by hand, and the document as the command prints it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.trainer.parallel.envelope import GIB, MODELS, Mesh, main, memory, table, verdict
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "envelope.md"
+
+
+def test_the_document_has_the_table_of_the_formulas() -> None:
+    assert table() in DOCUMENT.read_text()
+
+
+def test_experts_are_most_of_each_model() -> None:
+    """A transposed figure in the table would show: routed experts are 93 to 99 % of published parameter counts."""
+    for model in MODELS.values():
+        assert 0.93 < model.expert_parameters / model.total < 0.99, model.name
+
+
+def test_memory_by_hand() -> None:
+    """Qwen3-30B on 16 GPUs, 8,192 tokens: 16 bytes a parameter over the ranks; 10 bytes a logit; recomputation."""
+    model, mesh = MODELS["qwen3-30b-a3b"], Mesh(16, 16, 8192)
+    taken = memory(model, mesh)
+    assert taken.state == pytest.approx(16 * 30.5e9 / 16 / GIB) and taken.logits == pytest.approx(10 * 8192 * 151_936 / GIB)
+    assert memory(model, Mesh(32, 16, 8192)).state == pytest.approx(taken.state / 2)
+    kept = memory(model, Mesh(16, 16, 8192, recompute=False)).activations
+    assert kept == pytest.approx(2 * 8192 * 48 * (10 * 2048 + 4 * 4096 + 8 * (2 * 2048 + 3 * 768)) / GIB)
+    assert taken.activations < kept / 10
+
+
+@pytest.mark.parametrize(("name", "mesh", "told"), [
+    ("qwen3-30b-a3b", Mesh(24, 24, 4096), "do not divide"),
+    ("qwen3-30b-a3b", Mesh(8, 8, 65536), "most of it logits"),
+    ("deepseek-v3", Mesh(128, 128, 4096), "of host memory a node"),
+    ("qwen3-30b-a3b", Mesh(8, 8, 4096, gpu_gib=80, recompute=False), "GiB of 80"),
+])
+def test_what_is_refused_says_why(name: str, mesh: Mesh, told: str) -> None:
+    word, why = verdict(MODELS[name], mesh)
+    assert word == "refused" and told in why
+
+
+def test_the_command_tells_one_case(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", "qwen3-30b-a3b", "--length", "4096", "--ranks", "8", "--experts", "8"]) == 0
+    assert "plausible: 75 GiB of 141" in capsys.readouterr().out
+    assert main(["--model", "kimi-k2", "--ranks", "64"]) == 1
