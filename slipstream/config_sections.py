@@ -310,6 +310,9 @@ class Parallel(Section):
     experts: PositiveInt = Field(default=1, description="Ranks that a layer's experts are spread over.")
     tensor: PositiveInt = Field(default=1, description="Ranks that split each dense matrix and share a batch; the rest is FSDP.")
     pipeline: PositiveInt = Field(default=1, description="Pipeline stages; only 1 works, with FSDP and experts.")
+    recompute: bool = Field(
+        default=False, description="Keep only what enters a layer and compute the rest again in the backward pass."
+    )
     exchange: Literal["auto", "deep_ep", "hierarchical", "flat", "all_gather", "copy"] = Field(
         default="auto", description="How tokens reach their experts; auto = the fastest by the cost model."
     )
