@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from services.buffer.signals import wanted_samples
-from slipstream.lifecycle import Lifecycle, SystemClock
 from tests.contract.ledger_bench import Bench, finish, grant
 
 
@@ -33,13 +32,3 @@ async def test_wanted_samples_follow_the_budget_not_the_workers() -> None:
     assert (await ledger.number_batch(1, 2)).numbered
     await bench.publish(ledger, 2)
     assert await wanted() == 0  # all 6 draws of 3 steps are made
-
-
-async def test_a_finished_process_that_stays_stops_only_when_asked() -> None:
-    """On a cluster what exits is started again: a finished trainer stays until somebody stops it, then with exit code 0."""
-    lifecycle = Lifecycle(SystemClock())
-    lifecycle.stay = True
-    lifecycle.finish()
-    assert lifecycle.finished and not lifecycle.stopping.is_set()
-    lifecycle.request_stop("SIGTERM")
-    assert await lifecycle.run() == 0

@@ -10,6 +10,7 @@ whoever started the trainer starts it again, and every start is a resume.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from typing import Any
 
@@ -24,18 +25,19 @@ def divide() -> None:
     """First thing in the trainer's process: become a launcher or a follower and exit, or go on as the service."""
     rank = os.environ.get("RANK")
     try:
-        run = arguments("trainer").run
+        given = arguments("trainer")
     except ConfigError as error:
         if rank in (None, "0"):
             return  # the service says so
         print(error.message, file=sys.stderr)
         sys.exit(2)
+    run = given.run
     if run.trainer.parallel.ranks == 1:
         return
     if rank is None:
         sys.exit(launch(run.trainer.parallel.ranks, sys.argv[1:]))
     if int(rank):
-        sys.exit(_follow(run))
+        sys.exit(_follow(run, given.stay))
 
 
 def learner_of(run: config.RunFile) -> Any:
@@ -69,14 +71,21 @@ def launch(ranks: int, argv: list[str]) -> int:
     return 0
 
 
-def _follow(run: config.RunFile) -> int:
+def _follow(run: config.RunFile, stay: bool = False) -> int:
+    """A rank that follows, to its end. With `stay` a finished one waits for a signal, as rank 0 does: on a cluster a pod that
+    ends is started again, and its whole group with it.
+    """
     from services.trainer.parallel.conductor import follow
 
     try:
-        return follow(run)
+        code = follow(run)
     except ConfigError as error:
         print(error.message, file=sys.stderr)
         return 2
+    if stay and not code:
+        log.info("the run is finished; staying until told to stop")
+        signal.pause()
+    return code
 
 
 def close(learner: Any) -> None:
