@@ -1,4 +1,4 @@
-"""`--stay`: on a cluster what exits is started again, so a finished trainer and its ranks serve on until they are told to stop."""
+"""`--stay`: on a cluster what exits is started again, so a finished trainer and its ranks serve on until told to stop."""
 
 from __future__ import annotations
 
