@@ -75,6 +75,10 @@ $(VENV)/.charts: $(VENV)/.test
 test-charts: $(VENV)/.charts  ## Helm charts and images: render, validate, install on a stand-in API server, lint (a minute)
 	$(BIN)/python -m pytest -m '' tests/charts
 
+test-monitoring: $(VENV)/.test  ## alert rules, dashboards and a real Prometheus on a real run (a minute)
+	@$(BIN)/python tools/fetch_test_servers.py prometheus
+	$(BIN)/python -m pytest -m '' tests/monitoring
+
 images:  ## container images of all services, with docker, podman or buildah; see docs/eks.md for REGISTRY, TAG and EXTRA
 	tools/build_images.sh
 
@@ -99,6 +103,7 @@ lint: $(VENV)/.test  ## ruff, pyright, import contracts, generated files
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python tools/generate_protos.py --check
 	$(BIN)/python tools/generate_reference.py --check
+	$(BIN)/python tools/generate_dashboards.py --check
 
 protos: $(VENV)/.test  ## regenerate slipstream/protos from protos/
 	$(BIN)/python tools/generate_protos.py
@@ -126,4 +131,4 @@ clean:  ## remove the environment, caches and runs
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-.PHONY: test-parallel test-parallel-faults test-gpu bench-fabric demo bench-trl-env vllm-cpu-env test-vllm test test-deps test-fast test-planted test-charts images test-security lint protos docs bench chaos chaos-short clean help
+.PHONY: test-parallel test-parallel-faults test-gpu bench-fabric demo bench-trl-env vllm-cpu-env test-vllm test test-deps test-fast test-planted test-charts test-monitoring images test-security lint protos docs bench chaos chaos-short clean help

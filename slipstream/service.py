@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import faulthandler
 import gc
 import json
 import os
@@ -357,6 +358,7 @@ def _handle_signals(lifecycle: Lifecycle) -> None:
 
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, stop)
+    faulthandler.register(signal.SIGUSR1)  # the stacks of all threads, into the log
 
 
 def _explain(error: SlipstreamError) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import platform
 import re
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, start_http_server
 
 import slipstream
 from slipstream.rpc import check_port
@@ -71,6 +71,7 @@ class ProcessMetrics(_Group):
 
     def __init__(self, registry: CollectorRegistry, service: str) -> None:
         super().__init__(registry, "")
+        ProcessCollector(registry=registry)  # process_cpu_seconds_total, process_resident_memory_bytes, ...
         self.waiting_seconds = self._gauge("waiting_seconds", "How long the process has waited for this, now.", "for_")
         self.stalled = self._gauge("stalled", "1 while a wait, or a lack of progress, has lasted over service.stall_s.")
         self.progress_age_seconds = self._gauge(
@@ -113,6 +114,7 @@ class BufferMetrics(_Group):
             "ledger_rebuilds", "Lost or rewound ledgers rebuilt from the batch log, by what proved it.", "proof")
         self.refused_starts = self._counter("refused_starts", "Trainer starts refused, by reason.", "reason")
         self.incarnation = self._gauge("incarnation", "Newest trainer incarnation.")
+        self.max_lag = self._gauge("max_lag", "Bound on the lag of trained tokens, in steps.")
         self.imbalance = self._gauge("imbalance", "Draws that the ledger does not account for: 0, or a bug.")
         self.groups_dropped = self._counter("groups_dropped", "Groups that were never trained.", "reason")
         self.samples = self._counter("samples", "Samples submitted: accepted, outdated, failed.", "outcome")
@@ -175,6 +177,7 @@ class TrainerMetrics(_Group):
         self.tokens = self._counter("tokens", "Tokens that went through the model, context included.")
         self.trained_tokens = self._counter("trained_tokens", "Generated tokens that the loss covered.")
         self.samples = self._counter("samples", "Samples trained.")
+        self.groups = self._counter("groups", "Groups trained.")
         self.skipped_steps = self._counter("skipped_steps", "Steps skipped because loss or gradient was not finite.")
 
 

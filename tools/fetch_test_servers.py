@@ -1,6 +1,7 @@
-"""What `make test-deps` does: Debian's Redis 7.0, unpacked beside the environment, so that the ledger's suite runs on it too.
+"""Servers that tests run on, from Debian's packages, unpacked beside the environment. Needs no root.
 
-    python tools/fetch_test_servers.py        # writes <sys.prefix>/servers/redis-7.0, needs no root
+    python tools/fetch_test_servers.py               # <sys.prefix>/servers/redis-7.0: the ledger's suite runs on it, too
+    python tools/fetch_test_servers.py prometheus    # <sys.prefix>/servers/prometheus, with promtool: for make test-monitoring
 
 The packages come from the machine's own apt sources (`apt-get download`, `dpkg -x`); package lists that only root may refresh
 are read into a folder of our own when they are missing. Without apt, or offline, it says so and ends with 0: the tests on that
@@ -15,49 +16,69 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
-TARGET = Path(sys.prefix) / "servers" / "redis-7.0"
-PACKAGES = ("redis-tools", "redis-server")
-LIBRARIES = ("libjemalloc2", "liblzf1", "libatomic1", "libssl3", "libsystemd0")
+
+@dataclass(frozen=True)
+class Server:
+    """What is fetched: Debian packages, libraries that the machine may lack, and how the right version is known."""
+
+    folder: str
+    program: str
+    packages: tuple[str, ...]
+    libraries: tuple[str, ...]
+    version: str  # pattern of what --version says
+
+    @property
+    def target(self) -> Path:
+        return Path(sys.prefix) / "servers" / self.folder
+
+
+SERVERS = {
+    "redis": Server(
+        "redis-7.0", "usr/bin/redis-server", ("redis-tools", "redis-server"),
+        ("libjemalloc2", "liblzf1", "libatomic1", "libssl3", "libsystemd0"), r"v=(7\.\S+)"),
+    "prometheus": Server("prometheus", "usr/bin/prometheus", ("prometheus",), (), r"version (\d+\.\S+)"),
+}
 
 
 class Unfetched(Exception):
     """Why there is no server, in one line."""
 
 
-def main() -> int:
+def main(name: str = "redis") -> int:
     """Fetch unless it is there. Always 0: what is absent is reported."""
-    server = TARGET / "usr/bin/redis-server"
-    if server.exists():
+    server = SERVERS[name]
+    if (server.target / server.program).exists():
         return 0
     try:
         with tempfile.TemporaryDirectory() as scratch:
             fresh = Path(scratch) / "root"
-            fetch(Path(scratch), fresh)
-            version = run([str(fresh / "usr/bin/redis-server"), "--version"], Path(scratch), library_folder(fresh))
-            if not re.search(r"v=7\.", version):
-                raise Unfetched(f"apt offers another version: {version.strip()}")
-            TARGET.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copytree(fresh, TARGET, symlinks=True, dirs_exist_ok=True)
+            fetch(server, Path(scratch), fresh)
+            told = run([str(fresh / server.program), "--version"], Path(scratch), library_folder(fresh))
+            if not (version := re.search(server.version, told)):
+                raise Unfetched(f"apt offers another version: {told.strip()}")
+            server.target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copytree(fresh, server.target, symlinks=True, dirs_exist_ok=True)
     except Unfetched as reason:
-        print(f"test servers: no Redis 7.0, its tests will be skipped: {reason}")
+        print(f"test servers: no {name}, its tests cannot run: {reason}")
     else:
-        print(f"test servers: {version.split()[2]} of Redis in {TARGET}")
+        print(f"test servers: {name} {version[1]} in {server.target}")
     return 0
 
 
-def fetch(scratch: Path, root: Path) -> None:
+def fetch(server: Server, scratch: Path, root: Path) -> None:
     """Packages and, where this machine lacks them, libraries."""
     if shutil.which("apt-get") is None or shutil.which("dpkg") is None:
         raise Unfetched("apt-get and dpkg are not here")
     options: list[str] = []
     try:
-        download(scratch, PACKAGES, options)
+        download(scratch, server.packages, options)
     except Unfetched:
         options = private_lists(scratch)
-        download(scratch, PACKAGES, options)
-    for package in LIBRARIES:
+        download(scratch, server.packages, options)
+    for package in server.libraries:
         if not any(scratch.glob(f"{package}_*.deb")):
             download(scratch, [package], options)
     for package in scratch.glob("*.deb"):
@@ -99,4 +120,4 @@ def run(command: list[str], folder: Path, environment: dict[str, str] | None = N
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:2]))

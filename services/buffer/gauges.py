@@ -22,6 +22,7 @@ class Gauges:
         context.judge_progress(lambda: self._stalls.marker, self._stalls.awaiting)
         self._kept = -1  # committed batch as of the last balance in the store
         front.metrics.quota_bytes.set(front.ledger.rules.quota_bytes)
+        front.metrics.max_lag.set(front.ledger.rules.max_lag)
 
     async def update(self) -> None:
         """One look. Raises Unavailable when Redis is away."""

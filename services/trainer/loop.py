@@ -358,4 +358,5 @@ def show_metrics(metrics: telemetry.TrainerMetrics, entry: Metrics) -> None:
     metrics.tokens.inc(entry["tokens"])
     metrics.trained_tokens.inc(entry["trained_tokens"])
     metrics.samples.inc(entry["samples"])
+    metrics.groups.inc(entry["groups"])
     metrics.skipped_steps.inc(entry["skipped"])
