@@ -29,7 +29,7 @@ MESHES = {
 }
 CASES = [
     pytest.param(size, number, id=f"{size}-{family}-" + "-".join(f"{k}={v}" for k, v in mesh.items() if k != "ranks"),
-                 marks=[] if size == 2 else [pytest.mark.slow, pytest.mark.nightly])
+                 marks=[pytest.mark.slow] if size == 2 else [pytest.mark.slow, pytest.mark.nightly])
     for size, jobs in MESHES.items() for number, (family, mesh) in enumerate(jobs)]
 
 
@@ -92,6 +92,7 @@ def test_rows_are_shared_by_what_they_cost() -> None:
 
 @pytest.mark.parametrize(("sections", "told"), [
     (dict(algorithm={"kl": "k3", "kl_in": "loss", "kl_coefficient": 0.1}), "a reference model"),
+    (dict(algorithm={"teacher": "somewhere"}), "algorithm.teacher"),
     (dict(rollout={"capture_routes": True}), "route_replay"),
 ])
 def test_what_does_not_run_on_many_ranks_is_refused_by_name(sections, told: str) -> None:

@@ -159,7 +159,7 @@ def test_what_cannot_be_asked_is_refused_by_name() -> None:
 
 
 def test_calls_that_nothing_separates_are_told_apart() -> None:
-    """An observation without text: the second answer follows the first directly, so the segment says whose tokens they are. As a
+    """An observation without text: the second answer follows the first directly, so the segment says whose they are. As a
     rule runs of generated tokens do, and the body has no more bytes for it."""
     for between, turns in (("", ((0, 2), (1, 2))), ("3?", ())):
         subject = episode()

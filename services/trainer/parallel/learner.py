@@ -239,6 +239,7 @@ def refuse(run: config.RunFile) -> None:
     refused = [
         (run.algorithm.advantage == "gae", "algorithm.advantage = gae (a critic)"),
         (run.algorithm.kl != "none", f"algorithm.kl = {run.algorithm.kl} (a reference model)"),
+        (bool(run.algorithm.teacher), "algorithm.teacher"),
         (run.model.lora is not None, "model.lora"),
         (run.rollout.capture_routes and run.algorithm.route_replay != "none",
          f"algorithm.route_replay = {run.algorithm.route_replay} with rollout.capture_routes"),
