@@ -28,7 +28,9 @@ def results(size: int, nvlink: int) -> list[dict[str, str]]:
     return ranks.run(size, deep_ep_cases.contract, EP_STAND_IN_NVLINK_RANKS=width, RANKS_PER_NODE=width)
 
 
-@pytest.mark.parametrize(("size", "nvlink"), [(1, 8), (2, 1), (4, 2)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "nvlink"), [
+    pytest.param(1, 8, marks=pytest.mark.nightly), pytest.param(2, 1, marks=pytest.mark.nightly), (4, 2)])
 def test_adapter_keeps_the_contract(size: int, nvlink: int) -> None:
     """The suite of every exchange, bit for bit, and rounds, padded hidden sizes, zero-token ranks, destroyed buffers."""
     for rank, found in enumerate(results(size, nvlink)):

@@ -90,7 +90,10 @@ def results(size: int) -> list[dict[str, dict[str, str]]]:
     return ranks.run(size, everything, WORLDS[size])
 
 
-@pytest.mark.parametrize(("size", "name"), [(size, name) for size, names in WORLDS.items() for name in names])
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "name"), [
+    pytest.param(size, name, marks=[] if size == 4 else [pytest.mark.nightly])
+    for size, names in WORLDS.items() for name in names])
 def test_exchange_keeps_its_contract(size: int, name: str) -> None:
     """Bit-exact results and gradients, adjointness and reusable handles for random, skewed, empty, masked and uneven loads."""
     for rank, found in enumerate(results(size)):
@@ -99,6 +102,7 @@ def test_exchange_keeps_its_contract(size: int, name: str) -> None:
         assert len(found[name]) == (18 if name in BASELINES else 25)
 
 
+@pytest.mark.slow
 def test_canonical_order_makes_exchanges_equal_bit_for_bit() -> None:
     """Sums in the order experts → ranks of a node → nodes do not tell which exchange made them; other orders do."""
     found = [result["canonical"] for result in results(4)]
@@ -106,6 +110,7 @@ def test_canonical_order_makes_exchanges_equal_bit_for_bit() -> None:
     assert any(f["plain"] for f in found), "the orders are not distinguishable on this input: the test shows nothing"
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_by_name() -> None:
     """Ids, dtypes, shapes, experts that do not divide, nodes that do not: each with what would be right."""
     found = results(4)[0]["refused"]
