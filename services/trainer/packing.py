@@ -185,14 +185,14 @@ def trained_tokens(sample: Sample, mask_below_step: int = 0) -> int:
 
 
 def _rows(group: Group, member: Member, step: int, by_turn: bool = False) -> list[Row]:
-    place = f"draw {group.draw}, sample {member.index}, segment"
     segments = member.sample.segments
     turns = turn_numbers(member.sample) if by_turn else [None] * len(segments)
     rewards: Sequence[np.ndarray | None] = [None] * len(segments)
     if by_turn and member.rewards is not None:
         rewards = np.split(member.rewards, np.cumsum([len(s.logprobs) for s in segments])[:-1])
-    found = (_row(s, step, group.mask_below_step, f"{place} {i}", turns[i], rewards[i]) for i, s in enumerate(segments))
-    return [replace(row, origin=(group.draw, member.index, i)) for i, row in enumerate(found) if row]
+    origins = [(group.draw, member.index, i) for i in range(len(segments))]
+    found = (_row(s, step, group.mask_below_step, origins[i], turns[i], rewards[i]) for i, s in enumerate(segments))
+    return [row for row in found if row]
 
 
 def _divergence(row: Row) -> np.ndarray:
@@ -237,9 +237,10 @@ def lag_histogram(groups: Sequence[Group], step: int) -> Counter[int]:
 
 
 def _row(
-    segment: Segment, step: int, mask_below_step: int, place: str, turns: np.ndarray | None,
+    segment: Segment, step: int, mask_below_step: int, origin: tuple[int, int, int], turns: np.ndarray | None,
     rewards: np.ndarray | None,
 ) -> Row | None:
+    place = f"draw {origin[0]}, sample {origin[1]}, segment {origin[2]}"
     positions = np.flatnonzero(segment.loss_mask)
     if not len(positions):
         return None
@@ -258,7 +259,7 @@ def _row(
     return Row(
         segment.tokens[:-1], positions - 1, segment.tokens[positions], segment.logprobs[kept], step - 1 - steps[kept],
         len(versions) == 1, routes=_routes(segment, place), turns=None if turns is None else turns[kept],
-        rewards=None if rewards is None else rewards[kept])
+        rewards=None if rewards is None else rewards[kept], origin=origin)
 
 
 def _routes(segment: Segment, place: str) -> np.ndarray | None:
