@@ -127,9 +127,11 @@ class RunFile(Section):
             raise ValueError(
                 f"critic.{other} = {getattr(self.critic, other)} with algorithm.advantage = {self.algorithm.advantage}: there "
                 "is no critic; remove the table, or set algorithm.advantage = gae")
-        if self.schedule.resample_no_signal and (self.algorithm.advantage == "gae" or self.algorithm.teacher):
-            why = "algorithm.teacher: a teacher teaches on" if self.algorithm.teacher else (
-                "algorithm.advantage = gae: a critic learns from")
+        algorithm = self.algorithm
+        uses = {"algorithm.teacher: a teacher teaches on": algorithm.teacher,
+                "algorithm.advantage = gae: a critic learns from": algorithm.advantage == "gae",
+                f"algorithm.credit = {algorithm.credit}: turns may differ in": algorithm.credit != "sample"}
+        if self.schedule.resample_no_signal and (why := next((why for why, holds in uses.items() if holds), "")):
             raise ValueError(
                 f"schedule.resample_no_signal = {self.schedule.resample_no_signal} with {why} groups with equal rewards, too; "
                 "remove the former")

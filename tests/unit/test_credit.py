@@ -224,6 +224,13 @@ def test_scores_of_turns_move_the_weights():
         assert metrics["trained_tokens"] == trained and (metrics["grad_norm"] > 0) == bool(trained)
 
 
+def test_groups_of_equal_rewards_are_not_thrown_away():
+    """Their turns may differ: drawing them again is refused, and no alarm counts them as silent."""
+    with pytest.raises(ConfigError, match="resample_no_signal = 2 with algorithm.credit = turn: turns may differ"):
+        run_file(algorithm={"credit": "turn"}, schedule={"resample_no_signal": 2})
+    assert [Objective(Algorithm(credit=credit), 64).compares for credit in ("sample", "turn")] == [True, False]
+
+
 @pytest.mark.parametrize(("algorithm", "words"), [
     (dict(credit="token"), "token t of one answer cannot be compared with token t of another"),
     (dict(credit="turn", policy_loss="gspo", aggregation="sequence_mean"), "policy_loss = gspo with credit = turn"),

@@ -89,7 +89,7 @@ class Objective:
     @property
     def compares(self) -> bool:
         """Whether a group whose rewards are all equal has nothing to say."""
-        return self.settings.advantage not in ("gae", "none") and not self.taught
+        return self.settings.advantage not in ("gae", "none") and self.settings.credit == "sample" and not self.taught
 
     @property
     def taught(self) -> bool:
