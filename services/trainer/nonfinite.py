@@ -62,6 +62,8 @@ class Skip:
         """Who, in one line."""
         if self.weights:
             return f"the weights themselves are not finite, first {self.weights}"
+        if not self.culprits:
+            return "a sample of this batch; on many ranks it is not searched for"
         named = [f"draw {c.draw}, sample {c.sample}, segment {c.segment} ({c.what})" for c in self.culprits[:NAMED]]
         more = len(self.culprits) - len(named)
         return "; ".join(named) + (f"; and {more} more" if more else "")

@@ -102,6 +102,7 @@ def test_weights_that_are_not_finite_are_named_and_no_sample_is():
     assert made.step(groups(), 3)["skipped"] == 1
     assert made.skip is not None and made.skip.weights == "lm_head.weight" and not made.skip.culprits
     assert "the weights themselves are not finite, first lm_head.weight" in made.skip.sentence
+    assert Skip(()).sentence.startswith("a sample of this batch")
 
 
 def test_a_sum_that_overflows_names_the_whole_micro_batch():

@@ -89,7 +89,8 @@ class ShardedLearner(Learner):
                 norm = mesh.clipped_step(self.optimizer, self.model, self.run.trainer.max_grad_norm, f"batch {step}", loss)
         except NonFinite:
             self.skip = nonfinite.Skip(())
-            loss = 0.0
+        if self.skip:
+            loss, seen, trained = 0.0, [], 0
         ratios, advantages, fresh, entropies = ([p[i] for p in seen] for i in range(4))
         skipped = {"skipped": 1, "nonfinite_samples": self.skip.samples} if self.skip else {"skipped": 0}
         return {
@@ -241,6 +242,8 @@ def refuse(run: config.RunFile) -> None:
         (run.algorithm.kl != "none", f"algorithm.kl = {run.algorithm.kl} (a reference model)"),
         (bool(run.algorithm.teacher), "algorithm.teacher"),
         (run.model.lora is not None, "model.lora"),
+        (bool(run.algorithm.balance_coefficient or run.algorithm.router_z_coefficient),
+         "algorithm.balance_coefficient and router_z_coefficient"),
         (run.rollout.capture_routes and run.algorithm.route_replay != "none",
          f"algorithm.route_replay = {run.algorithm.route_replay} with rollout.capture_routes"),
         (run.deterministic, "schedule.deterministic"),
