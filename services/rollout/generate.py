@@ -2,7 +2,7 @@
 
 Which model answers, the first that there is:
     a rollout worker of the run, over RolloutService.Generate, while the run is alive
-    <folder>/model, the trained model that the trainer leaves at the end
+    <folder>/model, the trained model that the trainer leaves at the end; of an adapter <folder>/model/merged, if it is there
     the newest policy version in the object store, of a run that was interrupted
 Prints one answer a line, without the prompt.
 """
@@ -65,15 +65,17 @@ async def answers(run: RunFile, asked: argparse.Namespace) -> list[str]:
     """Answers of the first model that there is. Raises NotFound when there is none yet."""
     credentials = auth_credentials.of_folder(asked.folder, "cli")
     workers = [json.loads(p.read_text())["address"] for p in sorted((asked.folder / "services").glob("rollout-*.json"))]
+    places = (asked.folder / "model", asked.folder / "model" / "merged")
+    left = next((place for place in places if (place / "config.json").exists()), None)
     async with open_store(run.objects_url, run.objects.endpoint, run.objects.region) as store:
         if workers and (manifest := await newest(store)):
             try:
                 return await from_worker(workers[0], credentials, await read_files(store, manifest), asked)
             except Unavailable:
-                if not (asked.folder / "model" / "config.json").exists():
+                if left is None:
                     raise
-        if (asked.folder / "model" / "config.json").exists():
-            return from_folder(asked.folder / "model", asked)
+        if left is not None:
+            return from_folder(left, asked)
         if manifest := await newest(store):
             return await from_version(store, manifest, asked)
     raise NotFound(

@@ -122,12 +122,13 @@ def report(run_file: RunFile, folder: RunFolder, ending: Ending, found: Audit, s
     metrics.poll()
     name = display_name(folder)
     code = ending.code
+    saved = any((folder.model / name).exists() for name in ("config.json", "adapter_config.json"))
     if metrics.step:
-        if (folder.model / "config.json").exists():
+        if saved:
             print(f"model    {folder.model}")
         print(f"metrics  {folder.metrics}")
         print(f"logs     {folder.logs}")
-        if (folder.model / "config.json").exists():
+        if saved:
             print(f'sample   slipstream generate {name} "{example_prompt(run_file)}"')
     if ending.reason == "stopped":
         print(f"stopped at step {metrics.step} of {run_file.run.steps}: `slipstream run` with the same run file and without "

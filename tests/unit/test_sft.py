@@ -17,7 +17,7 @@ from services.trainer.learner import Learner
 from services.trainer.sft import Course, Tuning, learning_rate, tune, validation_loss
 from services.trainer.supervised import Reader
 from slipstream.cli import preflight
-from slipstream.config import Model, RunFile, Supervised, parse
+from slipstream.config import Model, RunFile, Supervised, load, parse
 from slipstream.errors import ConfigError
 from slipstream.model import build, character_tokenizer
 from tests.trainer_samples import run_file
@@ -199,3 +199,12 @@ def test_files_for_sft_alone(tmp_path):
         asyncio.run(tune(run.model_copy(update={"sft": None})))
     with pytest.raises(ConfigError, match="environments is missing"):
         parse(run.model_dump(mode="json") | {"environments": [], "sft": None})
+
+
+def test_the_examples_fit_together():
+    """The second part of the campaign starts from what the first leaves; both, and the demo as an adapter, are valid."""
+    examples = Path(__file__).parents[2] / "examples"
+    first, second, demo = (load(examples / name) for name in ("sft/run.toml", "sft/rl.toml", "sort-digits/lora.toml"))
+    assert first.sft is not None and not first.environments and (examples.parent / first.sft.path).is_file()
+    assert second.model.path == f"runs/{first.run.name}/model" and second.model.lora and demo.model.lora
+    assert demo.rollout == load(examples / "sort-digits" / "run.toml").rollout

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import peft
@@ -11,13 +13,14 @@ import torch
 
 from services.rollout.decoder import Decoder
 from services.rollout.engine import Request
+from services.rollout.weights import Weights
 from services.trainer.learner import Learner
 from services.trainer.packing import Row, microbatches
 from services.trainer.replay import Replay, published
 from slipstream import rpc
 from slipstream.config import RunFile
 from slipstream.errors import ConfigError, InvalidInput
-from slipstream.manifest import read_complete, read_files, read_manifest
+from slipstream.manifest import FileEntry, read_complete, read_files, read_manifest, write_base, write_version
 from slipstream.model import assembled, build
 from slipstream.objects import FileStore
 from tests.fake_buffer import FakeBuffer
@@ -150,3 +153,34 @@ def test_what_contradicts_an_adapter_is_refused():
     """The base as the reference of a policy that was warmed up after it."""
     with pytest.raises(ConfigError, match=r"trainer.warmup.steps = 5 with model.lora and algorithm.kl = k2"):
         lora_run(algorithm={"kl": "k2"}, trainer={"warmup": {"steps": 5}})
+
+
+async def test_a_base_is_written_once_and_proved(tmp_path):
+    """Two publishers of the same base write one object; a base that was tampered with, or another one, is not loaded."""
+    store, learner = FileStore(tmp_path), Learner(lora_run())
+    base = await write_base(store, learner.base())
+    assert await write_base(store, Learner(lora_run()).base()) == base
+    assert len(await store.list("bases/")) == 2
+    other = await write_base(store, Learner(lora_run(run={"name": "test", "seed": 7})).base())
+    assert other != base
+
+    async def version(number: int, base: FileEntry) -> Any:
+        return await write_version(
+            store, run="test", number=number, step=0, incarnation=1, tensors=learner.weights(), files=learner.files(),
+            base=base)
+
+    manifest = await read_manifest(store, await version(1, base))
+    complete = await read_complete(store, manifest)
+    assert {t.name: bytes(t.data) for t in complete[: len(learner.base())]} == {t.name: bytes(t.data) for t in learner.base()}
+    engine, context = SimpleNamespace(version=None), SimpleNamespace(store=store, run=lora_run(), channel=MagicMock())
+    weights: Any = Weights(context, engine, MagicMock(), MagicMock(), MagicMock())  # pyright: ignore[reportArgumentType]
+    weights._base = base
+    assert len((await weights._read(await version(2, base)))[1]) == len(complete), "an engine that starts needs the base, too"
+    engine.version = 2
+    assert len((await weights._read(await version(3, base)))[1]) == len(learner.weights()), "a swap reads the adapter alone"
+    with pytest.raises(InvalidInput, match="start the worker again"):
+        await weights._read(await version(4, other))
+    path = tmp_path / base.key
+    path.write_bytes(path.read_bytes().replace(b'"F32"', b'"I32"', 1))
+    with pytest.raises(InvalidInput, match="not the base of version 1"):
+        await read_complete(store, manifest)
