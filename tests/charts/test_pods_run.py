@@ -18,10 +18,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.charts.rendering import ROOT, Manifest, main_container, pods, render
+from tests.charts.rendering import ROOT, SERVICES, Manifest, main_container, pods, render
 from tests.redis_server import VALKEY
 
 PATIENCE_S = 90
+ENTRY, ARGUMENTS = "slipstream.environments.sort_digits:SortDigits", "args = { shortest = 4, longest = 8 }"
 # The demo, much smaller; its objects lie in the shared work folder, where a cluster has a bucket.
 SMALL = {
     "steps = 250": "steps = 2", "groups_per_batch = 64": "groups_per_batch = 2", "group_size = 8": "group_size = 2",
@@ -72,13 +73,16 @@ class Node:
 
     def __init__(self, root: Path) -> None:
         self.root, self.containers = root, []
-        self.work, self.buffer = root / "var/lib/slipstream", free_port()
+        self.work, self.ports = root / "var/lib/slipstream", {role: free_port() for role in SERVICES}
         for folder in ("etc/slipstream/run", "etc/slipstream/redis", "var/lib/slipstream", "data"):
             (root / folder).mkdir(parents=True)
         run = (ROOT / "examples/sort-digits/run.toml").read_text()
         for large, small in SMALL.items():
             assert run.count(f"\n{large} ") == 1, large
             run = run.replace(f"\n{large} ", f"\n{small} ")
+        run = run.replace(f'entry = "{ENTRY}"', f'address = "127.0.0.1:{self.ports["environment"]}"')
+        run = run.replace(f"\n{ARGUMENTS} ", "\n")
+        assert ENTRY not in run and ARGUMENTS not in run
         (root / "etc/slipstream/run/run.toml").write_text(run)
         subprocess.run(
             [sys.executable, "-m", "slipstream.cli", "certs", str(root / "certs")], check=True, capture_output=True)
@@ -86,13 +90,16 @@ class Node:
             key.chmod(0o440)  # as the kubelet mounts it for a group
 
     def start(self, role: str) -> Container:
-        container = main_container(next(pod for name, pod in pods(render(role)) if name.startswith("Deployment")))
-        probe, port = free_port(), self.buffer if role == "buffer" else free_port()
+        values = ("arguments.shortest=4", "arguments.longest=8") if role == "environment" else ()
+        container = main_container(next(pod for name, pod in pods(render(role, *values)) if name.startswith("Deployment")))
+        probe, port = free_port(), self.ports[role]
         assert container["readinessProbe"]["grpc"] == {"port": 50052}
         words: dict[str, str] = {
             "50051": str(port), "50052": str(probe), "9090": "0", "$(POD_NAME)": f"{role}-0",
-            "buffer:50051": f"127.0.0.1:{self.buffer}", "/etc/slipstream/tls": str(self.root / "certs" / role)}
-        command = [sys.executable, *container.get("command", ["python", "-m", f"services.{role}"])[1:]]
+            "buffer:50051": f"127.0.0.1:{self.ports['buffer']}", "/etc/slipstream/tls": str(self.root / "certs" / role)}
+        command = [sys.executable, "-m", *(
+            ["slipstream.cli", "env", "serve"] if role == "environment" else [f"services.{role}"])]
+        assert container.get("command", command)[-1] == command[-1]
         given: list[str] = container["args"]
         arguments = [words.get(word, word).replace("/etc/", f"{self.root}/etc/") for word in given]
         log, env = self.root / f"{role}.log", self.environment(container)
@@ -136,15 +143,17 @@ def node(tmp_path: Path) -> Iterator[Node]:
 
 
 def test_a_run_of_pods_finishes_and_its_trainer_stays(node: Node) -> None:
-    """Buffer, reward, rollout and trainer with the charts' commands, mutual TLS between them, probed and stopped like pods.
+    """Five services with the charts' commands, mutual TLS between them, probed and stopped like pods.
 
     The trainer finishes its two steps and serves on with the model in its folder: what exits would be started again.
     """
+    environment = node.start("environment")
+    wait_until(lambda: healthy(environment.probe), [environment], "serving environment")
     buffer = node.start("buffer")
-    wait_until(lambda: healthy(buffer.probe), [buffer], "serving buffer")
+    wait_until(lambda: healthy(buffer.probe), [environment, buffer], "serving buffer")
     assert not healthy(buffer.port)  # the service's own port asks for a certificate
     workers = [node.start(role) for role in ("reward", "rollout", "trainer")]
-    every, model = [buffer, *workers], node.work / "runs/sort-digits/model/config.json"
+    every, model = [environment, buffer, *workers], node.work / "runs/sort-digits/model/config.json"
     wait_until(model.exists, every, "finished model")
     wait_until(lambda: all(healthy(each.probe) for each in every), every, "healthy pods")
     # What the notes say to do: `kubectl exec` into the buffer's pod and ask the ledger, with the pod's own certificate.
