@@ -380,7 +380,7 @@ class VllmEngine:
     async def _start_anew(self, bad: int) -> None:
         """A vLLM that serves the old version. What was in flight begins again, and what has tokens of the exchange `bad`.
 
-        Raises InvalidInput when vLLM does not start any more: the engine has failed.
+        Raises Unavailable when vLLM does not start any more: the engine has failed.
         """
         from vllm.v1.engine.exceptions import EngineDeadError
 

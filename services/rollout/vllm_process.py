@@ -16,7 +16,7 @@ from services.rollout.engine import Request
 from services.rollout.vllm_checkpoint import Checkpoints, checksum
 from services.rollout.vllm_signals import Signals, logger
 from slipstream.config import RunFile
-from slipstream.errors import InvalidInput
+from slipstream.errors import InvalidInput, Unavailable
 from slipstream.probes import Probes
 
 SHUTDOWN_S = 2.0  # it never ends by itself
@@ -35,7 +35,10 @@ class VllmProcess:
         self.llm: Any = None
 
     async def start(self, path: str, exchange: int) -> None:
-        """Start with the checkpoint at `path`, whose tokens are stamped `exchange`. Raises InvalidInput for what cannot run."""
+        """Start with the checkpoint at `path`, whose tokens are stamped `exchange`.
+
+        Raises InvalidInput for a model or an argument that cannot run, Unavailable when its process does not come up.
+        """
         self._checkpoints.become(path)
         run = self._run
         os.environ.update(vllm_arguments.environment(run, cpu=False))
@@ -53,8 +56,10 @@ class VllmProcess:
             if run.rollout.capture_routes and cpu:
                 await self.call("slipstream_capture")
             await self.llm.update_weight_version(str(exchange))
-        except (ValueError, TypeError, RuntimeError, NotImplementedError, OSError) as error:
+        except (ValueError, TypeError, NotImplementedError) as error:
             raise InvalidInput(f"vLLM cannot run this model: {' '.join(str(error).split())[:400]}", "MODEL") from error
+        except (RuntimeError, OSError) as error:  # memory, ports, a killed process: another try may do
+            raise Unavailable(f"vLLM did not start: {' '.join(str(error).split())[:400]}", "ENGINE_START", retry_s=5) from error
 
     async def stop(self) -> None:
         """End it, whatever it is doing. Idempotent."""
