@@ -150,9 +150,11 @@ async def test_stopped_and_resumed_publishes_the_same_adapters(tmp_path):
 
 
 def test_what_contradicts_an_adapter_is_refused():
-    """The base as the reference of a policy that was warmed up after it."""
+    """The base as the reference of a policy that was warmed up after it, and a critic, a second whole model."""
     with pytest.raises(ConfigError, match=r"trainer.warmup.steps = 5 with model.lora and algorithm.kl = k2"):
         lora_run(algorithm={"kl": "k2"}, trainer={"warmup": {"steps": 5}})
+    with pytest.raises(ConfigError, match=r"model.lora with algorithm.advantage = gae"):
+        lora_run(algorithm={"preset": "ppo"})
 
 
 async def test_a_base_is_written_once_and_proved(tmp_path):
