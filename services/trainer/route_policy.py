@@ -67,6 +67,8 @@ class RoutePolicy:
         """A step begins. Raises InvalidInput when routes are required and a row has none."""
         self._flips = self._compared = 0
         self._gaps, self._due = None, not self._checked_once or step % self._every == 0
+        if any(b.routes is not None for b in batches):
+            self._ready()  # its proofs are forward passes of their own: before anybody counts those of the step
         if self._mode == "sampler" and any(b.routed is None or not b.routed[:, 0].all() for b in batches):
             raise InvalidInput(
                 "algorithm.route_replay = sampler, but a row has no routes: set rollout.capture_routes = true, or route_replay "
@@ -74,16 +76,19 @@ class RoutePolicy:
 
     def replaying(self, batch: Microbatch) -> contextlib.AbstractContextManager[None]:
         """Forward passes of `batch` belong inside. Raises InvalidInput for routes that are not of this model."""
-        if self._off or batch.routes is None or batch.routed is None:
+        if batch.routes is None or batch.routed is None or (replay := self._ready()) is None:
             return contextlib.nullcontext()
-        if self._replay is None:
+        return replay.using(batch.routes, batch.routed)
+
+    def _ready(self) -> RouteReplay | None:
+        """The replay, made when routes come for the first time; None when they are not replayed."""
+        if self._replay is None and not self._off:
             try:
                 self._replay = RouteReplay(self._model)
             except ConfigError as error:
                 self._off = True
                 log.warning(f"samples carry routes, but they are not replayed: {error.message}")
-                return contextlib.nullcontext()
-        return self._replay.using(batch.routes, batch.routed)
+        return None if self._off else self._replay
 
     def examine(self, batch: Microbatch, logprobs_M: torch.Tensor, without: Callable[[], torch.Tensor]) -> None:
         """After the forward pass of `batch`: count flips and, when it is time, compare with log-probabilities `without` replay.
