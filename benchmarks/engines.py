@@ -3,10 +3,11 @@
     python -m benchmarks.engines [--json FILE] [--repeats N] [--hidden WIDTH] [--sequences 1,64,256]
 
 The demo's model with room for longer answers, fp32, one thread: prompts of 16 tokens that all differ, 64 new tokens each,
-nothing stops earlier. The engines also return log-probabilities; `generate` is not asked for them and has a static batch, so
-nothing favours us. It runs with each expert kernel, and the best at each size counts. CPU time of all processes of an arm, arms
-of this process interleaved, the median of the repeats: other work on the machine disturbs that least. vLLM runs in an
-environment of its own (`make vllm-cpu-env`) and is left out where there is none; its wall time is given, too.
+nothing stops earlier: a static batch of equal lengths, which suits `generate` best. The engines also return log-probabilities,
+as training needs them; `generate` runs with each expert kernel without, where the best at each size counts, and once with. CPU
+time of all processes of an arm, arms of this process interleaved, the median of the repeats: other work on the machine disturbs
+that least. vLLM runs in an environment of its own (`make vllm-cpu-env`) and is left out where there is none; its wall time is
+given, too.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from slipstream.model import build
 
 PROMPT, NEW, CONTEXT = 16, 64, 96
 KERNELS = ("grouped_mm", "batched_mm", "eager")
+WITH_LOGPROBS = f"generate_{KERNELS[0]}_logprobs"
 VLLM_S = 900.0
 
 
@@ -59,7 +61,7 @@ def torch_arm(run: config.RunFile, slots: int) -> Callable[[int, int], None]:
     return lambda count, repeat: tokens(decoder.decode(requests(count, repeat)), count)
 
 
-def generate_arm(run: config.RunFile, kernel: str) -> Callable[[int, int], None]:
+def generate_arm(run: config.RunFile, kernel: str, logprobs: bool = False) -> Callable[[int, int], None]:
     model: Any = build(run.model.model_copy(update={"experts": kernel}), 0)[0].eval()
     model.generation_config.eos_token_id = None
 
@@ -68,8 +70,10 @@ def generate_arm(run: config.RunFile, kernel: str) -> Callable[[int, int], None]
         with torch.inference_mode():
             out = model.generate(
                 ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, top_p=1.0, temperature=1.0,
-                max_new_tokens=NEW, min_new_tokens=NEW, pad_token_id=0)
-        assert out.shape == (count, PROMPT + NEW)
+                max_new_tokens=NEW, min_new_tokens=NEW, pad_token_id=0, return_dict_in_generate=True, output_logits=logprobs)
+            if logprobs:
+                torch.stack(out.logits, 1).log_softmax(-1).gather(-1, out.sequences[:, PROMPT:, None])
+        assert out.sequences.shape == (count, PROMPT + NEW)
 
     return arm
 
@@ -80,7 +84,8 @@ def tokens(answers: list[Any], count: int) -> None:
 
 def here(run: config.RunFile, sizes: list[int], repeats: int) -> dict[str, dict[int, float]]:
     """Tokens per CPU-second by arm and number of sequences."""
-    arms = {"torch": torch_arm(run, max(sizes)), **{f"generate_{kernel}": generate_arm(run, kernel) for kernel in KERNELS}}
+    arms = {"torch": torch_arm(run, max(sizes)), **{f"generate_{kernel}": generate_arm(run, kernel) for kernel in KERNELS},
+            WITH_LOGPROBS: generate_arm(run, KERNELS[0], logprobs=True)}
     found: dict[str, dict[int, list[float]]] = {name: {size: [] for size in sizes} for name in arms}
     for repeat in range(-1, repeats):
         for size in sizes:
@@ -125,7 +130,8 @@ def main() -> None:
         reference = found[f"generate_{best[size]}"][size]
         figures |= {f"torch_tokens_per_cpu_s_{size}": round(found["torch"][size]), f"generate_tokens_per_cpu_s_{size}":
                     round(reference), f"generate_kernel_{size}": best[size],
-                    f"torch_over_generate_{size}": found["torch"][size] / reference}
+                    f"torch_over_generate_{size}": found["torch"][size] / reference,
+                    f"torch_over_generate_logprobs_{size}": found["torch"][size] / found[WITH_LOGPROBS][size]}
         rows += [(str(size), name, f"{by[size]:.0f}", f"{by[size] / reference:.2f}") for name, by in found.items()]
         if vllm is not None:
             figures |= {f"vllm_tokens_per_cpu_s_{size}": round(vllm["cpu"][str(size)]),
