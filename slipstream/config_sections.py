@@ -389,7 +389,7 @@ class Vllm(Section):
     data_parallel_local: int = Field(
         default=0, ge=0, description="Replicas on this node; 0 = all. Fewer make an engine of several nodes: its leader serves."
     )
-    expert_parallel: bool = Field(default=False, description="Whole experts on each of tensor_parallel × data_parallel devices.")
+    expert_parallel: bool = Field(default=False, description="Whole experts on each of tensor_parallel × data_parallel.")
     all2all: Literal[
         "", "allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency", "deepep_v2", "nixl_ep"
     ] = Field(default="", description="Token exchange of expert parallelism; empty = the engine's own choice.")
@@ -451,7 +451,7 @@ class Rollout(Section):
         default="keep", description="What a weight swap does with the KV cache of sequences in flight."
     )
     canary: bool = Field(
-        default=True, description="Prove at each load that the engine holds and uses what was published; else the old serves on."
+        default=True, description="Prove at each load that the engine holds and uses what was published, or keep the old."
     )
     adaptive_slots: bool = Field(
         default=True, description="Hold fewer samples than slots while the engine's cache has no room for more; vllm only."
@@ -460,7 +460,7 @@ class Rollout(Section):
     heartbeat_s: Seconds = Field(default=15, description="Interval of heartbeats.")
     threads: int = Field(default=1, ge=0, description="CPU threads of torch; 0 = all.")
     python: str = Field(
-        default="", description="Interpreter of rollout workers; empty = this one, for vllm .venv-vllm/bin/python if it is there."
+        default="", description="Interpreter of rollout workers; empty = this, for vllm .venv-vllm/bin/python if it is there."
     )
     vllm: Vllm = Vllm()
 

@@ -24,20 +24,21 @@ import json
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from google.protobuf import json_format
 
-from slipstream import patch
 from slipstream.errors import Conflict, InvalidInput
 from slipstream.objects import ObjectStore
-from slipstream.probes import Probes
 from slipstream.protos.types.v1 import policy_pb2
 from slipstream.tensors import RawTensor as RawTensor  # also known from here: tensors of versions
 from slipstream.tensors import TensorEntry as TensorEntry
 from slipstream.tensors import checksum as checksum
 from slipstream.tensors import layout as layout
 from slipstream.tensors import read_entries as read_entries
+
+if TYPE_CHECKING:  # numpy: only where patches and probes are
+    from slipstream.probes import Probes
 
 FORMAT = 1
 PATCH_MOST = 0.5  # a patch of more than this share of its tensor is not worth its trouble
@@ -173,6 +174,8 @@ async def read_tensors(store: ObjectStore, manifest: Manifest, held: Held | None
 
 def _rebuilt(manifest: Manifest, stored: Sequence[RawTensor], before: Sequence[RawTensor]) -> list[RawTensor]:
     """Patches applied to the parent's tensors, and the others as they are."""
+    from slipstream import patch
+
     parents, tensors = {t.name: t for t in before}, []
     for entry, tensor in zip(manifest.tensors, stored, strict=True):
         if entry.patched:
@@ -193,6 +196,8 @@ def _patched_layout(
     tensors: Sequence[RawTensor], parent: Held, key: str, metadata: Mapping[str, str],
 ) -> tuple[bytes, list[RawTensor], list[TensorEntry]]:
     """As `layout`, with patches in the place of tensors that changed little."""
+    from slipstream import patch
+
     before, stored, whole = {t.name: t for t in parent.tensors}, [], {}
     for tensor in tensors:
         old, made = before.get(tensor.name), None
@@ -281,9 +286,14 @@ def _parse(data: dict[str, Any]) -> Manifest:
     files = {name: FileEntry(f["key"], f["size"], f["crc32c"]) for name, f in data["files"].items()}
     base = FileEntry(data["base"]["key"], data["base"]["size"], data["base"]["crc32c"]) if data["base"] else None
     parent = json_format.ParseDict(data["parent"], policy_pb2.PolicyVersion()) if data["parent"] else None
+    probes = None
+    if data["probes"]:
+        from slipstream.probes import Probes
+
+        probes = Probes.parse(data["probes"])
     return Manifest(
         data["run"], data["number"], data["step"], data["incarnation"], data["writer"], base, _entries(data), files, parent,
-        data["full"], Probes.parse(data["probes"]) if data["probes"] else None)
+        data["full"], probes)
 
 
 def _entries(data: dict[str, Any]) -> tuple[TensorEntry, ...]:
