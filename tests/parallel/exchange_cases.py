@@ -98,7 +98,7 @@ def block(exchange: ExpertParallel, given: Inputs, shape: Shape, recompute: bool
 
     def layer(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         received = dispatch(exchange, x, given.idx, weights)
-        assert received.weights is not None
+        assert received.weights is not None and not received.weights[received.idx < 0].any(), "a weight of an expert elsewhere"
         return combine(exchange, expert(received.rows, received.idx, received.weights, scale_e), received.handle)
 
     out = checkpoint(layer, x, weights, use_reentrant=False) if recompute else layer(x, weights)
@@ -173,7 +173,9 @@ def reuse(exchange: ExpertParallel, case: str, shape: Shape) -> str:
         again = exchange.dispatch(given.x, handle=received.handle)
         if not torch.equal(again.rows, received.rows) or not torch.equal(again.idx, received.idx):
             wrong.append("a cached dispatch brought other rows")
-        sums, _ = exchange.combine(again.rows, received.handle)
+        sums, lanes = exchange.combine(again.rows, received.handle, received.weights)  # with those of experts elsewhere
+        if lanes is None or not torch.equal(lanes.double(), given.weights.double().masked_fill(given.idx < 0, 0)):
+            wrong.append("weights did not come back from the ranks that own their experts")
         copies = torch.stack([
             ((given.idx * ranks).div(shape.experts, rounding_mode="floor") == r).logical_and(given.idx >= 0).any(1)
             for r in range(ranks)]).sum(0)
