@@ -35,7 +35,7 @@ def tuned_run(folder: Path, records: list[Any] | None = None, **sections: dict[s
     settings = {"path": str(path), "rows": 8, "ramp_steps": 2, "validation": 0.1, "validate_every": 2}
     sections["sft"] = settings | sections.get("sft", {})
     sections["trainer"] = {"learning_rate": 1e-2, "checkpoint_every": 2, "tokens_per_microbatch": 24}
-    return run_file(str(folder / "run"), **sections)
+    return run_file(**{"folder": str(folder / "run"), **sections})
 
 
 def reader(tokenizer: Any = None, **settings: Any) -> Reader:
@@ -161,7 +161,7 @@ async def test_stopped_and_resumed_is_bitwise_the_undisturbed_run(tmp_path, monk
     tmp_path.joinpath("whole").mkdir()
     tmp_path.joinpath("parts").mkdir()
     settings: dict[str, Any] = {"run": {"name": "test", "steps": 6}}
-    model = {"model": {"build": run_file().model.build.model_dump(), "lora": lora}}
+    model = {"model": {"build": run_file().model_dump()["model"]["build"], "lora": lora}}
     whole, parts = (tuned_run(tmp_path / name, **{**settings, **model, "run": {
         **settings["run"], "folder": str(tmp_path / name / "run")}}) for name in ("whole", "parts"))
     assert await tune(whole)

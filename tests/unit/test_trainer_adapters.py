@@ -98,7 +98,7 @@ async def test_a_run_publishes_adapters_that_samplers_agree_with(tmp_path, famil
     """Versions are A and B beside a base that is written once; a sampler built from the store says what the trainer says, and
     PEFT and transformers load what the run leaves."""
     run, buffer = run_file(tmp_path, family, model={
-        "build": run_file(family=family).model.build.model_dump(), "lora": LORA | {"save_merged": True}}), FakeBuffer()
+        "build": run_file(family=family).model_dump()["model"]["build"], "lora": LORA | {"save_merged": True}}), FakeBuffer()
     assert await train(buffer, run) == 0
     store = FileStore(tmp_path / "objects")
     assert len([k for k in await store.list("bases/") if k.endswith(".safetensors")]) == 1
