@@ -88,8 +88,7 @@ class VllmEngine:
 
     @property
     def load(self) -> Load:
-        said = self.signals
-        return Load(said.running, said.waiting, said.cache_share, said.preemptions, self._exchange)
+        return self.signals.load(self._exchange)
 
     @property
     def generated_tokens(self) -> int:
@@ -105,14 +104,13 @@ class VllmEngine:
             raise ConfigError(
                 'rollout.engine = "vllm" with schedule.deterministic: vLLM\'s kernels depend on batch mates; set '
                 'rollout.engine = "torch", or schedule.deterministic = false')
-        self._shape = json.loads(files.get("config.json", b"{}"))
-        self._shape = self._shape.get("text_config", self._shape)
+        shape = json.loads(files.get("config.json", b"{}"))
+        self._shape = shape.get("text_config", shape)
         try:
             self._checkpoints = await asyncio.to_thread(Checkpoints, files, sum(t.size for t in tensors))
             self._path, _ = await asyncio.to_thread(self._checkpoints.write, tensors, "0.safetensors")
             self._tokenizer, self._stops = await asyncio.to_thread(self._checkpoints.tokenizer, files)
-            self._vllm = VllmProcess(
-                self._run, self._checkpoints, self._shape, self.extension, self.signals, self._observe)
+            self._vllm = VllmProcess(self._run, self._checkpoints, self._shape, self.extension, self.signals, self._observe)
             await self._vllm.start(self._path, self._exchange)
             await self._vllm.prove(self._path, self._exchange)
             await self._vllm.score(probes)
@@ -138,8 +136,7 @@ class VllmEngine:
 
         def ended(lot: list[tuple[Request, Generation | SlipstreamError]]) -> None:
             if not future.done():
-                answer = lot[0][1]
-                future.set_exception(answer) if isinstance(answer, SlipstreamError) else future.set_result(answer)
+                future.set_exception(a) if isinstance(a := lot[0][1], SlipstreamError) else future.set_result(a)
 
         future.add_done_callback(lambda f: self.abort([request.id]) if f.cancelled() else None)
         self.submit([request], ended)
@@ -228,6 +225,7 @@ class VllmEngine:
         """Bring a request to its end, through restarts of vLLM."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
+        asked.collector = None
         while asked.request.id in self._asked:
             await self._open.wait()
             if asked.aborted or self._vllm is None:
@@ -293,8 +291,8 @@ class VllmEngine:
             except Exception as error:
                 self._fail(error)
                 return
-            for asked in lost:  # with a vLLM that was started anew
-                self._again(asked)
+            for asked in lost:
+                self._spawn(self._serve(asked))
             self._tell([(asked, answer) for asked, answer, _ in done if asked not in lost])
 
     async def _add_routes(self, done: list[tuple[Asked, Generation, str]]) -> list[Asked]:
@@ -331,10 +329,6 @@ class VllmEngine:
             told = Unavailable(f"the engine failed: {error}", "ENGINE_FAILED")
             self._tell([(asked, told) for asked in self._asked.values()])
 
-    def _again(self, asked: Asked) -> None:
-        asked.collector = None
-        self._spawn(self._serve(asked))
-
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
@@ -354,8 +348,7 @@ class VllmEngine:
             await self._vllm.load(path, exchange, recompute, lambda: self._versions.update({exchange: version}))
             await self._vllm.score(probes)
         except Exception as error:
-            log.error("the version is loaded and wrong, or half loaded: vLLM is started anew", version=version.number,
-                      error=str(error))
+            log.error("a load went wrong or half-way: vLLM is started anew", version=version.number, error=str(error))
             self._broken.add(version.number)
             self._checkpoints.drop(path)
             await self._start_anew(exchange)
@@ -390,7 +383,7 @@ class VllmEngine:
         ended = {asked.request.id for asked, _, _ in done}
         for asked, answer, name in done:
             if version is not None and any(span.version == version.number for span in answer.spans):
-                self._again(asked)
+                self._spawn(self._serve(asked))
             else:
                 self._finish(asked, answer, name)
         for asked in self._asked.values():

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from services.rollout.concurrency import Load
+
 
 @dataclass(slots=True)
 class Signals:
@@ -21,6 +23,10 @@ class Signals:
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0  # of the prompt tokens, those that the prefix cache spared
     steps: int = 0
+
+    def load(self, loads: int) -> Load:
+        """What the bound on samples in hand looks at, after `loads` loads of weights."""
+        return Load(self.running, self.waiting, self.cache_share, self.preemptions, loads)
 
     def rest(self) -> None:
         """Nothing is in flight: vLLM says nothing of that."""
