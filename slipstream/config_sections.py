@@ -308,7 +308,7 @@ class Parallel(Section):
 
     ranks: PositiveInt = Field(default=1, description="Trainer processes; 1 = no process group at all.")
     experts: PositiveInt = Field(default=1, description="Ranks that a layer's experts are spread over.")
-    tensor: PositiveInt = Field(default=1, description="Ranks that split each dense matrix and share a batch; the rest is FSDP.")
+    tensor: PositiveInt = Field(default=1, description="Ranks that split each dense matrix, with one batch; the rest is FSDP.")
     pipeline: PositiveInt = Field(default=1, description="Pipeline stages; only 1 works, with FSDP and experts.")
     recompute: bool = Field(
         default=False, description="Keep only what enters a layer and compute the rest again in the backward pass."
