@@ -23,30 +23,11 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from slipstream.config_sections import (
-    Alarms,
-    Algorithm,
-    Buffer,
-    Critic,
-    Environment,
-    Model,
-    Objects,
-    Reward,
-    Rollout,
-    Run,
-    Schedule,
-    Section,
-    Service,
-    Supervised,
-    Trainer,
-)
-from slipstream.config_sections import (
-    Build as Build,  # part of a model table, used by name elsewhere
-)
-from slipstream.config_sections import (
-    Parallel as Parallel,
-)
+from slipstream.config_sections import Buffer, Environment, Model, Objects, Reward, Rollout, Run, Schedule, Section, Service
+from slipstream.config_sections import Build as Build  # part of a model table, used by name elsewhere
 from slipstream.config_security import Security
+from slipstream.config_training import Alarms, Algorithm, Critic, Supervised, Trainer
+from slipstream.config_training import Parallel as Parallel
 from slipstream.errors import ConfigError
 
 
