@@ -24,7 +24,7 @@ HELM = ROOT / "helm"
 SCHEMAS = Path(__file__).parent / "schemas"
 TOOLS = Path(sys.prefix) / "chart-tools"
 SERVICES = ("buffer", "reward", "rollout", "trainer", "environment")
-CHARTS = (*SERVICES, "cluster")
+CHARTS = (*SERVICES, "cluster", "monitoring")
 KUBERNETES = "1.34.0"
 # The least that must be said, by chart: there is no default for it.
 NEEDED: dict[str, tuple[str, ...]] = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.charts.rendering import ROOT, SERVICES, Manifest, main_container, pods, render
+from tests.ports import free_port
 from tests.redis_server import VALKEY
 
 PATIENCE_S = 90
@@ -29,12 +29,6 @@ SMALL = {
     "steps = 70": "steps = 2", "rows = 64": "rows = 4", "checkpoint_every = 25": "checkpoint_every = 1",
     "target_reward = 0.8": "",
 }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def healthy(port: int) -> bool:

@@ -40,9 +40,8 @@ FULL = {
     "environment": ("autoscaling.enabled=true", "arguments.digits=4"),
     "cluster": ("pools.trainer.enabled=true", "pools.trainer.instanceTypes={p5en.48xlarge}", "pools.trainer.zones={us-east-1a}",
                 "pools.trainer.placementGroup=fabric", "pools.trainer.capacityReservations[0].id=cr-0123", "kueue.enabled=true",
-                "pools.rollout.enabled=true", "pools.rollout.instanceTypes={g6e.xlarge}", "efaSecurityGroups={sg-0123}",
-                "prometheusRule.enabled=true", "prometheusRule.groups[0].name=a",
-                "prometheusRule.groups[0].rules[0].record=a:b", "prometheusRule.groups[0].rules[0].expr=1"),
+                "pools.rollout.enabled=true", "pools.rollout.instanceTypes={g6e.xlarge}", "efaSecurityGroups={sg-0123}"),
+    "monitoring": ("rules.labels.release=prometheus", "dashboards.labels.team=research", "labels.team=research"),
 }
 
 
@@ -107,7 +106,8 @@ def test_selectors_find_the_pods(chart: str) -> None:
 @pytest.mark.parametrize("chart", CHARTS)
 def test_typos_are_refused(chart: str) -> None:
     """At the top and further down, each by name: a setting that does nothing is worse than an error."""
-    typos = {"cluster": ("clusterNam=x", "pools.cpu.limit=1")}.get(chart, ("replicsa=2", "pdb.enabeld=true", "image.tga=x"))
+    apart = {"cluster": ("clusterNam=x", "pools.cpu.limit=1"), "monitoring": ("rulse=x", "rules.label=x", "dashboards.enabeld=true")}
+    typos = apart.get(chart, ("replicsa=2", "pdb.enabeld=true", "image.tga=x"))
     with pytest.raises(Refused) as refused:
         text(chart, typos)
     for typo in typos:

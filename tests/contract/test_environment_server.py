@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import signal
-import socket
 import sys
 from pathlib import Path
 
@@ -21,14 +20,9 @@ from slipstream.lifecycle import SystemClock, Waits
 from slipstream.protos.environment.v1 import environment_pb2 as pb
 from slipstream.protos.environment.v1.environment_pb2_grpc import EnvironmentServiceStub
 from slipstream.protos.types.v1 import sample_pb2, status_pb2, status_pb2_grpc
+from tests.ports import free_port
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own-environment"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def at(address: str, **more) -> config.Environment:

@@ -2,7 +2,6 @@
 
 import asyncio
 import datetime
-import socket
 from pathlib import Path
 
 import grpc
@@ -13,6 +12,7 @@ from security_world import DAY, SECRET, World, attempt, methods, path_of
 
 from slipstream import auth, auth_credentials, rpc, tls, tls_authority
 from slipstream.errors import ConfigError
+from tests.ports import free_port
 
 # The contract as people read it; slipstream/auth.py has to say the same. x = may call.
 MATRIX = """
@@ -255,8 +255,3 @@ async def test_certificates_are_renewed_under_load_without_a_failed_call(world: 
         assert failures == [] and len(channel._in_flight) == 1  # the channels of former certificates are closed
 
 
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

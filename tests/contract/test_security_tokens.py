@@ -8,7 +8,6 @@ import grpc
 import pytest
 from google.rpc import code_pb2
 from security_world import SECRET, World, attempt, methods
-from test_security import free_port
 
 from slipstream import rpc
 from slipstream.auth_credentials import Credentials
@@ -17,6 +16,7 @@ from slipstream.auth_tokens import RELOAD_S, Claims, Keys, Unauthenticated, sign
 from slipstream.cli.certificates import duration_s, token
 from slipstream.errors import ConfigError, Exhausted, InvalidInput
 from slipstream.protos.buffer.v1 import sessions_pb2, sessions_pb2_grpc
+from tests.ports import free_port
 
 CLIENT = Claims("lab", "client", 2_000_000_000)
 

@@ -21,6 +21,7 @@ import pytest
 import yaml
 
 from tests.monitoring.test_rules import RULES
+from tests.ports import free_port
 
 # Part of a query -> why it may find nothing in this run.
 SILENT = {
@@ -58,7 +59,7 @@ def prometheus(programs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     scraping = None
     try:
         targets = _targets(run, running)
-        port = _free_port()
+        port = free_port()
         (folder / "prometheus.yaml").write_text(yaml.safe_dump({
             "global": {"scrape_interval": "1s", "evaluation_interval": "2s"},
             "rule_files": [str(Path("helm/monitoring/rules.yaml").resolve())],
@@ -108,14 +109,6 @@ def _until(condition: Any, timeout_s: float, otherwise: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, otherwise
         time.sleep(0.2)
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def _panels() -> list[tuple[str, str]]:

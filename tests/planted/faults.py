@@ -97,7 +97,7 @@ FAULTS = (
     Fault(
         7, "a resume waits for rollouts before it publishes", "prime-rl#3004",
         "services/trainer/loop.py",
-        "await self._publish(await self._in_torch(self.learner.weights))\n        await self._checkpoint()  #",
+        "await self._publish(await self._in_torch(self._weights))\n        await self._checkpoint()  #",
         "await self._checkpoint()  #",
         "tests/unit/test_trainer_resume.py::test_a_resume_publishes_before_it_waits_for_a_batch", HANGS),
     Fault(
@@ -168,9 +168,9 @@ FAULTS = (
         "tests/unit/test_resume.py::test_lag_stays_bounded_over_a_recovery", "test_lag_stays_bounded_over_a_recovery"),
     Fault(
         17, "a swap cancels the requests in flight", "verl#7611, miles#2589",
-        "services/rollout/torch_engine.py", "            decoder.load(item.tensors, item.version)\n",
+        "services/rollout/torch_engine.py", "            probes = item.probes\n",
         "            ended = decoder.abort([r.id for r in decoder.rows.requests])\n"
         "            self._loop.call_soon_threadsafe(self._deliver, self._pieces(decoder, ended))\n"
-        "            decoder.load(item.tensors, item.version)\n",
+        "            probes = item.probes\n",
         "tests/unit/test_engine_thread.py::test_a_swap_lands_between_steps_and_drops_nothing", "set(versions) == {1, 2}"),
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import urllib.request
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -11,12 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from slipstream import environment, rpc
 from slipstream.environments.server import EnvironmentServer
 from slipstream.environments.sort_digits import SortDigits
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+from tests.ports import free_port
 
 
 async def test_health_and_open_episodes() -> None:
