@@ -106,7 +106,9 @@ def test_selectors_find_the_pods(chart: str) -> None:
 @pytest.mark.parametrize("chart", CHARTS)
 def test_typos_are_refused(chart: str) -> None:
     """At the top and further down, each by name: a setting that does nothing is worse than an error."""
-    apart = {"cluster": ("clusterNam=x", "pools.cpu.limit=1"), "monitoring": ("rulse=x", "rules.label=x", "dashboards.enabeld=true")}
+    apart = {
+        "cluster": ("clusterNam=x", "pools.cpu.limit=1"),
+        "monitoring": ("rulse=x", "rules.label=x", "dashboards.enabeld=true")}
     typos = apart.get(chart, ("replicsa=2", "pdb.enabeld=true", "image.tga=x"))
     with pytest.raises(Refused) as refused:
         text(chart, typos)
