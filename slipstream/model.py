@@ -180,6 +180,11 @@ def assembled(
     return model, tokenizer, merged
 
 
+def experts_of(model: nn.Module) -> list[Any]:
+    """The experts modules in depth order, of any family that transformers runs through its experts interface; [] if dense."""
+    return [m for m in model.modules() if hasattr(m, "_is_expert_parallel")]
+
+
 def state(model: nn.Module) -> list[RawTensor]:
     """A snapshot of the weights in state_dict order: later changes of the model do not show. Tied weights appear once."""
     return [raw(name, tensor) for name, tensor in _unique(model.state_dict()).items()]

@@ -31,6 +31,7 @@ Piece: TypeAlias = "bytes | bytearray | memoryview[int]"
 Data: TypeAlias = "Piece | list[Piece] | tuple[Piece, ...]"
 
 INLINE_BYTES = 1 << 20  # file IO below this runs in the event loop, which is cheaper than a thread, unless it waits for fsync
+SYNC_BYTES = 4 << 20  # a large object reaches the disk in portions: one long flush would hold up everybody else's short ones
 _KEY = re.compile(r"[A-Za-z0-9_=+@-][A-Za-z0-9._=+@-]*(/[A-Za-z0-9_=+@-][A-Za-z0-9._=+@-]*)*")
 _PREFIX = re.compile(r"([A-Za-z0-9_=+@-][A-Za-z0-9._=+@-]*(/|$))*")
 
@@ -240,13 +241,16 @@ class FileStore:
         """Write a temp file beside `path` and move it there by `place` (os.replace or os.link)."""
         temp = path.with_name(f".{path.name}.{os.getpid()}-{next(self._numbers)}-{os.urandom(4).hex()}")
         file, made = _open_new(temp)
+        written = 0  # since the last sync
         try:
             with file:
-                for part in parts:
-                    file.write(part)
+                for portion in _portions(parts):
+                    written += file.write(portion)
+                    if durable and written >= SYNC_BYTES:
+                        _sync(file)
+                        written = 0
                 if durable:
-                    file.flush()
-                    os.fsync(file.fileno())
+                    _sync(file)
             place(temp, path)
         finally:
             temp.unlink(missing_ok=True)
@@ -286,6 +290,20 @@ class FileStore:
 def _flat(piece: Piece) -> memoryview:
     """Any contiguous buffer as bytes, without a copy."""
     return memoryview(piece).cast("B")
+
+
+def _portions(parts: list[Piece]) -> Iterator[Piece]:
+    """The parts, with those above SYNC_BYTES cut up."""
+    for part in parts:
+        if len(part) <= SYNC_BYTES:
+            yield part
+        else:
+            yield from (memoryview(part)[start:start + SYNC_BYTES] for start in range(0, len(part), SYNC_BYTES))
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _bytes(parts: list[Piece]) -> int:

@@ -28,12 +28,12 @@ from torch import nn
 from services.rollout import attention
 from services.rollout.engine import Generation, Request
 from services.rollout.kv import DecodePass, Masks, PromptPass, SlotCache
-from services.rollout.routes import RouteCapture, experts_of
+from services.rollout.routes import RouteCapture
 from services.rollout.rows import Rows, finish_reason
 from services.rollout.sampling import sample, uniforms
 from slipstream.errors import InvalidInput
 from slipstream.manifest import RawTensor
-from slipstream.model import cooked, load_state
+from slipstream.model import cooked, experts_of, load_state
 from slipstream.protos.types.v1 import policy_pb2
 
 if TYPE_CHECKING:

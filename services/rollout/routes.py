@@ -14,11 +14,7 @@ import torch
 from torch import nn
 
 from slipstream.errors import InvalidInput
-
-
-def experts_of(model: nn.Module) -> list[nn.Module]:
-    """The experts modules in depth order; empty for a dense model."""
-    return [m for m in model.modules() if hasattr(m, "_is_expert_parallel")]
+from slipstream.model import experts_of
 
 
 class RouteCapture:

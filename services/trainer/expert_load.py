@@ -15,13 +15,14 @@ import torch
 from torch import nn
 
 from services.trainer.packing import Microbatch
+from slipstream.model import experts_of
 
 
 class ExpertLoad:
     """Counts while a forward pass runs inside `counting`. A model without experts has none."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._layers = [m for m in model.modules() if hasattr(m, "_is_expert_parallel")]
+        self._layers = experts_of(model)
         self._counts_E: list[torch.Tensor] = []
         self._real_N: torch.Tensor | None = None
         for layer, experts in enumerate(self._layers):

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from slipstream import logs
+from slipstream.model import experts_of
 from slipstream.probes import Probes
 from slipstream.seeds import stream
 
@@ -28,7 +29,7 @@ class Prober:
 
     def __init__(self, model: Any, vocabulary: int, run_seed: int) -> None:
         self._model = model
-        self._experts = [m for m in model.modules() if hasattr(m, "_is_expert_parallel")]
+        self._experts = experts_of(model)
         self.experts = sum(int(m.num_experts) for m in self._experts)
         random = np.random.default_rng(stream(run_seed, "probes"))
         drawn = random.integers(0, vocabulary, (MOST, LENGTH)).astype(np.int32)

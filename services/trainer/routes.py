@@ -35,6 +35,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from slipstream.errors import ConfigError, InvalidInput
+from slipstream.model import experts_of
 
 PROBE = (2, 8)  # rows and tokens of the passes that find and prove
 LOST_WEIGHTS = 0.1  # share of weights that are 0 under indices of another group: more means that they were masked
@@ -70,7 +71,7 @@ class RouteReplay:
 
     def __init__(self, model: Any) -> None:
         self._name = type(model).__name__
-        self._experts = [m for m in model.modules() if hasattr(m, "_is_expert_parallel")]
+        self._experts = experts_of(model)
         if not self._experts:
             raise self._refusal("has no experts that transformers' experts interface can see")
         self._recorded_L_N_K: torch.Tensor | None = None
