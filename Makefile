@@ -40,8 +40,8 @@ bench-trl-env: $(VENV)/trl/.ready  ## TRL beside the project, for `python -m ben
 demo: $(VENV)/.demo  ## train the tiny model on "sort digits" with all services, in a live view
 	$(BIN)/slipstream run $(RUN) --fresh
 
-test: test-deps  ## all tests (under 6 minutes)
-	$(BIN)/python -m pytest
+test: test-deps  ## all tests (under 6 minutes), two at a time
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-deps: $(VENV)/.test  ## fetch the other Redis server that tests run on, through apt, without root; nothing fails without
 	@$(BIN)/python tools/fetch_test_servers.py
