@@ -61,8 +61,7 @@ def prove_version(decoder: Decoder, tensors: Sequence[RawTensor], probes: Probes
             raise InvalidInput(
                 f"the engine holds other bytes than were published in {len(wrong)} tensors, first {wrong[0]}", "CANARY",
                 tensor=wrong[0])
-    scored = np.stack([_full(decoder, tokens, 1) for tokens in probes.tokens])
-    probes.judge(scored, str(next(decoder.model.parameters()).dtype).removeprefix("torch."))
+    probes.judge(_scores(decoder, probes.tokens, 1), str(next(decoder.model.parameters()).dtype).removeprefix("torch."))
 
 
 def _same(one: Piece, other: Piece) -> bool:
@@ -71,7 +70,12 @@ def _same(one: Piece, other: Piece) -> bool:
 
 @torch.inference_mode()
 def _full(decoder: Decoder, tokens: np.ndarray, start: int) -> np.ndarray:
-    """Log-probabilities of tokens[start:] in one forward without a cache."""
-    ids = torch.from_numpy(tokens).long().to(decoder.device)[None]
-    logits = decoder.model(input_ids=ids, use_cache=False).logits[0, start - 1 : -1].float()
-    return torch.log_softmax(logits, -1).gather(1, ids[0, start:, None])[:, 0].cpu().numpy()
+    """Log-probabilities of tokens[start:], [T - start], in one forward without a cache."""
+    return _scores(decoder, tokens[None], start)[0]
+
+
+def _scores(decoder: Decoder, tokens: np.ndarray, start: int) -> np.ndarray:
+    """The same of several sequences of one length, [N, T] -> [N, T - start]."""
+    ids = torch.from_numpy(tokens).long().to(decoder.device)
+    logits = decoder.model(input_ids=ids[:, :-1], use_cache=False).logits[:, start - 1:].float()
+    return torch.log_softmax(logits, -1).gather(2, ids[:, start:, None])[..., 0].cpu().numpy()
