@@ -19,6 +19,7 @@ import inspect
 import re
 import sys
 import tempfile
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from slipstream.adapters import Merged
 
 PAD, EOS = "<pad>", "<eos>"
+warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # and nobody writes: see `cooked`
 ADAPTER_FILE = "adapter_config.json"  # among a version's files when it is an adapter's: PEFT's description of it
 
 _NAMES = {
@@ -207,12 +209,9 @@ def bare(name: str, tensor: torch.Tensor) -> RawTensor:
 
 
 def cooked(tensor: RawTensor) -> torch.Tensor:
-    """The inverse of `raw`. The result may share memory with `tensor.data`, so copy before writing."""
+    """The inverse of `raw`. The result shares memory with `tensor.data`, so copy before writing."""
     dtype = dtype_named(tensor.name, tensor.dtype)
-    data = np.frombuffer(tensor.data, np.uint8)
-    if not data.flags.writeable:
-        data = data.copy()
-    return torch.from_numpy(data).view(dtype).reshape(tuple(tensor.shape))
+    return torch.from_numpy(np.frombuffer(tensor.data, np.uint8)).view(dtype).reshape(tuple(tensor.shape))
 
 
 def dtype_named(tensor: str, dtype: str) -> torch.dtype:
