@@ -135,6 +135,10 @@ class RunFile(Section):
             raise ValueError(
                 f"trainer.warmup.steps = {self.trainer.warmup.steps} with model.lora and algorithm.kl = {self.algorithm.kl}: "
                 "the reference would be the base, as before the warm-up; set algorithm.reference, or warmup.steps = 0")
+        if self.rollout.engine == "vllm":
+            raise ValueError(
+                'model.lora with rollout.engine = vllm: that engine loads whole models here; set rollout.engine = "torch", or '
+                "remove the table")
         if self.algorithm.advantage == "gae":
             raise ValueError(
                 "model.lora with algorithm.advantage = gae: the critic is a second model, trained whole, which an adapter is "

@@ -73,7 +73,9 @@ class Model(Section):
     @model_validator(mode="after")
     def _one_source(self) -> Model:
         if bool(self.path) == (self.build is not None):
-            raise ValueError("set exactly one of model.path and model.build")
+            both = f"path = {self.path!r} beside a table [model.build]: a model is loaded or built; remove one of them"
+            neither = "neither model.path nor [model.build] is set: name a Hugging Face directory in model.path"
+            raise ValueError(both if self.path else neither)
         return self
 
 

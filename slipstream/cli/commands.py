@@ -130,7 +130,7 @@ def replay(
 
 @app.command()
 def sft(
-    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="Run file with a table [sft].")],
+    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="Run file with the table \\[sft].")],
     set_: Annotated[list[str] | None, typer.Option(
         "--set", metavar="KEY=VALUE", help="Override a setting: --set sft.epochs=2. Repeatable.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete what the run folder holds and start over.")] = False,

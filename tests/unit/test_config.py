@@ -33,6 +33,8 @@ def test_minimal_file_resolves_with_defaults():
         ({"schedule": {"mode": "pinned", "sample_timeout_s": 5}}, ["schedule.sample_timeout_s = 5", "pinned", "remove"]),
         ({"schedule": {"mode": "pinned", "max_requeues": 1}}, ["schedule.max_requeues = 1", "pinned"]),
         ({"schedule": {"mode": "pinned", "resample_no_signal": 1}}, ["schedule.resample_no_signal = 1", "pinned"]),
+        ({"model": {"path": "m", "lora": {}}, "rollout": {"engine": "vllm"}}, ["model.lora", "rollout.engine", "torch"]),
+        ({"model": {"path": "m", "build": {"model_type": "olmoe"}}}, ["path = 'm'", "model.build", "remove one"]),
         ({"schedule": {"sample_timeout_s": 9, "group_timeout_s": 5}}, ["sample_timeout_s = 9", "group_timeout_s = 5"]),
         ({"buffer": {"quota_bytes": 1000}}, ["buffer.quota_bytes = 1000", "raise it"]),
         ({"rollout": {"lease_s": 5}}, ["rollout.heartbeat_s = 15", "rollout.lease_s = 5"]),
