@@ -2,8 +2,9 @@
 
     python -m benchmarks.chaos --minutes 10 --seed 1 [--schedule pinned|free] [--json FILE]
 
-The run is a real one: supervisor, embedded Redis, buffer, two reward and two rollout workers and trainer, durability `always`,
-on a model of some twenty thousand parameters, so that a step takes milliseconds and a restart most of the time. From the seed:
+The run is a real one: supervisor, embedded Redis, buffer, reward workers (pinned two, free one), two rollout workers and
+trainer, durability `always`, on a model of twenty thousand parameters, so that a step takes milliseconds and a restart most
+of the time. From the seed:
 
     SIGKILL     of trainer, rollout, reward, buffer, supervisor (which is started again: `slipstream run` resumes) and Redis
     SIGSTOP     of the same, and SIGCONT after a while that is sometimes longer than a lease
@@ -80,7 +81,8 @@ def run_file(site: Path, name: str, arguments: argparse.Namespace, disturbed: Pa
         "rollout": {
             "workers": arguments.workers, "slots": 6, "context": 16, "max_new_tokens": 6, "lease_s": LEASE_S,
             "heartbeat_s": LEASE_S / 4},
-        "reward": {"workers": 2, "lease_s": LEASE_S, "batch": 4},  # the rest stays unscored, where faults reach it
+        # What is not leased stays unscored, where faults reach it: a group's deadline while all reward workers stand still.
+        "reward": {"workers": 2 if pinned else 1, "lease_s": LEASE_S, "batch": 4},
         "buffer": {"durability": "always"},
         "service": {"audit": True, "stall_s": 60},
     }
