@@ -167,15 +167,18 @@ class RunFile(Section):
 
     @property
     def hash(self) -> str:
-        """SHA-256 of the settings that workers must agree on: all but the local folder, process counts and the run's end."""
-        data = self.model_dump(mode="json")
-        for setting in ("folder", "steps", "target_reward"):
-            data["run"].pop(setting)
-        data.pop("service")
-        data.pop("security")
-        for section in ("rollout", "reward"):
-            data[section].pop("workers")
-        data["rollout"].pop("python")
+        """SHA-256 of the settings that workers must agree on: all but the local folder, process counts and the run's end.
+
+        Only of those that differ from their default: a setting that a later release adds, and nobody set, changes nothing, so
+        services of two releases agree on one run file. `tools/check_release.py` sees to it that defaults stay as they are.
+        """
+        data = self.model_dump(mode="json", exclude_defaults=True)
+        apart = {"run": ("folder", "steps", "target_reward"), "rollout": ("workers", "python"), "reward": ("workers",)}
+        for section, names in apart.items():
+            kept = {name: value for name, value in data.pop(section, {}).items() if name not in names}
+            data |= {section: kept} if kept else {}
+        for section in ("service", "security"):
+            data.pop(section, None)
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
@@ -258,11 +261,11 @@ def _apply(data: dict[str, Any], override: str) -> None:
 def _explain(source: str, error: Any) -> str:
     """One validation error as a sentence with field, value and remedy."""
     place = ".".join(str(p) for p in error["loc"])
+    section: type[BaseModel] = RunFile
+    for part in error["loc"][:-1]:
+        if isinstance(part, str) and part in section.model_fields:
+            section = _section_of(section.model_fields[part].annotation) or section
     if error["type"] == "extra_forbidden":
-        section: type[BaseModel] = RunFile
-        for part in error["loc"][:-1]:
-            if isinstance(part, str) and part in section.model_fields:
-                section = _section_of(section.model_fields[part].annotation) or section
         near = difflib.get_close_matches(str(error["loc"][-1]), section.model_fields, n=1, cutoff=0.5)
         known = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(section.model_fields)}"
         return f"{source}: unknown key {place}; {known}"
@@ -270,4 +273,7 @@ def _explain(source: str, error: Any) -> str:
         return f"{source}: {place} is missing; set it"
     if error["type"] == "value_error":
         return f"{source}: {place + ': ' if place else ''}{error['ctx']['error']}"
-    return f"{source}: {place} = {error['input']!r}: {error['msg']}"
+    field = section.model_fields.get(str(error["loc"][-1])) if error["loc"] else None
+    said = "it should be a table" if error["type"] == "model_type" else error["msg"].replace("Input should", "it should", 1)
+    meant = f". It is: {field.description}" if field and field.description else ""
+    return f"{source}: {place} = {error['input']!r}: {said}{meant}"

@@ -48,8 +48,11 @@ def main() -> int:
     try:
         run = load(asked.folder / "run.json")
         asked.max_new_tokens = asked.max_new_tokens or run.rollout.max_new_tokens
-        for answer in asyncio.run(answers(run, asked)):
-            print(answer)
+        found = asyncio.run(answers(run, asked))
+        print("\n".join(found))
+        if empty := sum(not answer for answer in found):
+            print(f"slipstream: {empty} of {len(found)} answers are empty: the model ended at once; is TEXT of the form "
+                  "that it was trained on?", file=sys.stderr)
     except ModuleNotFoundError as error:
         print(f"slipstream: {error.name} is not installed: pip install 'slipstream[torch]'", file=sys.stderr)
         return 2

@@ -73,6 +73,7 @@ async def fork(origin: RunFile, new: RunFile, at: int) -> dict[str, Any]:
             notes={"rewards": _rewards(new.folder), "origin": origin.run.name})
     return {
         "origin": {"run": origin.run.name, "folder": str(origin.folder), "objects": origin.objects_url, "hash": origin.hash},
+        "settings": origin.model_dump(mode="json"),
         "step": at, "draws": draws, "replayed_from": started, "checkpoint": header.name, "weights": weights,
         "time_unix": time.time()}
 

@@ -49,14 +49,7 @@ class Reader:
 
     async def records(self) -> dataset_files.Rows:
         """What the dataset holds. Raises ConfigError for a path, split or column that is not there."""
-        settings = self._settings
-        try:
-            found = await dataset_files.read(settings.path, settings.split, settings.endpoint, settings.region)
-        except ConfigError as error:  # the reader's own words are of an environment's arguments
-            raise ConfigError(error.message.replace("environments.args.", "sft.").replace("args.", "sft.")) from None
-        if not found:
-            raise ConfigError(f"sft.path = {settings.path!r} has no rows; at least two are needed")
-        return found
+        return await dataset_files.of_sft(self._settings)
 
     def rows(self, record: Mapping[str, Any], number: int) -> list[Row]:
         """One record: a row; of a chat, one for each stretch of turns that the template only adds to."""

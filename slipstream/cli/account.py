@@ -134,22 +134,40 @@ def as_text(found: Account, wrong: Sequence[str], dead: bool) -> list[str]:
     b = found.balance
     taken = time.strftime("%H:%M:%S", time.localtime(b.taken.seconds))
     place = f"asked the buffer at {taken}" if found.live else f"as the buffer left it at {taken}"
-    lost = f", {b.lost_draws} more before this ledger began" if b.lost_draws else ""
+    lost = f" by this ledger, {b.lost_draws} before it began" if b.lost_draws else ""
     lines = [
-        f"run         {b.run}, {place}; batch {b.numbered_batch} numbered, {b.committed_batch} committed",
-        f"draws       {b.draws - b.lost_draws} of {b.group_size} samples{lost}; every one below {b.low_water_mark} is over",
+        f"run         {b.run}, {place}",
+        f"batches     {b.numbered_batch} handed to the trainer, {b.committed_batch} of them trained and in a checkpoint",
+        f"draws       {b.draws - b.lost_draws}{lost}, each a group of {b.group_size}; all below {b.low_water_mark} are over",
         f"groups      {counts(b.groups)}",
         f"samples     {counts(b.samples)}",
         f"dropped     {counts(b.dropped)}",
-        f"outstanding {b.outstanding} of at most {b.budget} groups",
+        f"outstanding {_outstanding(b)}",
         f"bytes       {b.bytes} held, {b.reserved_bytes} reserved, of {b.quota_bytes}",
         f"leases      samples: {counts(b.sample_leases)}; scoring: {counts(b.scoring_leases)}; expired: {counts(b.expired)}",
-        f"rejected    {counts(b.rejected)}",
+        f"rejected    {_rejected(b)}",
         "adds up     " + ("yes" if not wrong else f"NO: {'; '.join(wrong)}"),
     ]
     if dead:
         lines += ["", f"{len(found.letters)} dead letters", *map(_letter, found.letters)]
     return lines
+
+
+def _outstanding(b: ledger_pb2.Balance) -> str:
+    if b.published_step < 0:
+        return f"no version is published by this ledger yet; then at most {b.budget} groups"
+    return f"{b.outstanding} groups drawn that no published version has trained, of at most {b.budget}"
+
+
+# What is refused in the ordinary course of things, and why that loses nothing.
+USUAL = {"FENCED": "of a lease that was given back or went to another", "CLOSED": "of a sample that was over"}
+
+
+def _rejected(b: ledger_pb2.Balance) -> str:
+    """`3 FENCED (of a lease that was given back or went to another)`"""
+    return ", ".join(
+        f"{count} {reason}" + (f" ({USUAL[reason]})" if reason in USUAL else "")
+        for reason, count in sorted(b.rejected.items()) if count) or "none"
 
 
 def _letter(row: dict[str, Any]) -> str:

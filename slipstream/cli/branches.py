@@ -11,15 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from slipstream import config
-from slipstream.cli import run_folder
+from slipstream.cli import run_folder, run_start
 from slipstream.cli.toml_text import dumps
 from slipstream.errors import ConfigError
 from slipstream.service import launch_environment
-
-# What a fork keeps: other weights or other batches would not go on from the checkpoint.
-KEPT = (
-    "model.path", "model.gguf_file", "model.build", "model.dtype", "model.lora", "schedule.groups_per_batch",
-    "schedule.group_size", "schedule.mode")
 
 
 def replay(run: str, to: int | None) -> int:
@@ -65,12 +60,9 @@ def fork(place: str, name: str, overrides: Sequence[str]) -> int:
 
 def _check(origin: config.RunFile, new: config.RunFile, folder: Path) -> None:
     """Raises ConfigError for a setting that a fork cannot change."""
-    before, after = origin.model_dump(mode="json"), new.model_dump(mode="json")
-    for setting in KEPT:
-        section, key = setting.split(".")
-        if before[section][key] != after[section][key]:
-            raise ConfigError(
-                f"{setting} = {after[section][key]!r}: a fork keeps the origin's {before[section][key]!r}; remove the override")
+    changed = run_start.different(origin.model_dump(mode="json"), new.model_dump(mode="json"), run_start.KEPT)
+    for setting, before, after in changed:
+        raise ConfigError(f"{setting} = {after}: a fork keeps the origin's {before}; remove the override")
     if new.folder != folder:
         raise ConfigError(f"run.name and run.folder of a fork follow from its name, {folder.name}: remove the override")
     if origin.objects.url and origin.objects.url.rstrip("/") == new.objects.url.rstrip("/"):

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from slipstream import cli
-
-if TYPE_CHECKING:
-    from slipstream.config import RunFile
 
 app = typer.Typer(
     name="slipstream", add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
@@ -49,22 +46,10 @@ def run(
 
     settings = load(run_file, set_ or [])
     if dry_run:
-        from slipstream.cli.toml_text import dumps
-        print(dumps(settings.model_dump(mode="json")), end="", flush=True)
-        raise typer.Exit(_complain(settings))
+        from slipstream.cli import dry_run as trial
+        raise typer.Exit(trial.run(settings, fresh))
     from slipstream.cli import run as command
     raise typer.Exit(command.run(settings, command.Options(plain=plain, fresh=fresh, debug=debug, started=cli.STARTED)))
-
-
-def _complain(settings: RunFile) -> int:
-    """Print what cannot work, one line each; 2 when there is something."""
-    import asyncio
-
-    from slipstream.cli import preflight
-    found = asyncio.run(preflight.problems(settings))
-    for problem in found:
-        print(f"slipstream: {problem}", file=sys.stderr)
-    return 2 if found else 0
 
 
 @app.command()
@@ -133,13 +118,20 @@ def sft(
     run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="Run file with the table \\[sft].")],
     set_: Annotated[list[str] | None, typer.Option(
         "--set", metavar="KEY=VALUE", help="Override a setting: --set sft.epochs=2. Repeatable.")] = None,
+    dry_run: Annotated[bool, typer.Option(
+        "--dry-run", help="Print the resolved run file, say what cannot work, and stop.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete what the run folder holds and start over.")] = False,
     debug: Debug = False,
 ) -> None:
     """Supervised fine-tuning on a dataset, before a run: leaves a model directory. Resumes what its folder holds."""
     from slipstream.cli import sft as command
     from slipstream.config import load
-    raise typer.Exit(command.sft(load(run_file, set_ or []), fresh))
+
+    settings = load(run_file, set_ or [])
+    if dry_run:
+        from slipstream.cli import dry_run as trial
+        raise typer.Exit(trial.sft(settings, fresh))
+    raise typer.Exit(command.sft(settings, fresh))
 
 
 @app.command()

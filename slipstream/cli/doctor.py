@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from slipstream import auth_tokens, rpc, tls
 from slipstream.auth import ROLES
-from slipstream.cli import doctor_stores
+from slipstream.cli import doctor_stores, preflight
 from slipstream.cli.doctor_finding import FAIL, OK, WARN, Finding
 from slipstream.config import RunFile, load
 from slipstream.errors import ConfigError, SlipstreamError
@@ -53,9 +53,10 @@ async def examine(run: RunFile, given: Given) -> list[Finding]:
         ("certificates", _in_line(lambda: certificates(run, given))),
         ("secret", _in_line(lambda: secret(run, given))),
         ("plaintext", _in_line(lambda: plaintext(run, given))),
+        *([("model", _in_line(lambda: model(run)))] if not given.roles or {"trainer", "rollout"} & set(given.roles) else []),
         ("objects", lambda: doctor_stores.objects(run, given.roles))]
     if not given.roles or "buffer" in given.roles:  # nobody else talks to Redis
-        checks.insert(4, ("redis", lambda: doctor_stores.redis(run)))
+        checks.insert(-1, ("redis", lambda: doctor_stores.redis(run)))
     found: list[Finding] = []
     for name, check in checks:
         try:
@@ -82,6 +83,13 @@ def run_file(run: RunFile, given: Given) -> Iterator[Finding]:
             "run file", FAIL, f"hash {run.hash[:16]} is not {given.expect_hash}: give every service the same run file")
     else:
         yield Finding("run file", OK, f"{run.run.name}, hash {run.hash[:16]}" + (" as expected" if given.expect_hash else ""))
+
+
+def model(run: RunFile) -> Iterator[Finding]:
+    """What those that hold weights load is there."""
+    preflight.model(run)
+    preflight.packages(run)
+    yield Finding("model", OK, f"{run.model.path} is there" if run.model.path else "built from model.build")
 
 
 def certificates(run: RunFile, given: Given) -> Iterator[Finding]:

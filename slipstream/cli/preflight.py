@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import importlib.util
-import inspect
 import json
 import os
 import re
 import socket
 import sys
 import tempfile
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,21 +40,45 @@ async def check(run: RunFile) -> None:
     buffer_port(run)
 
 
+Look = Callable[[RunFile], Awaitable[None] | None]
+
+
 async def problems(run: RunFile) -> list[str]:
     """Everything that `check` would refuse, and whether the model can be built and run: for --dry-run, which has the time."""
+    return await _problems(run, [
+        tasks, model, packages, certificates, redis, *(functools.partial(environment, e) for e in run.environments),
+        buffer_port, built_model])
+
+
+async def problems_of_sft(run: RunFile) -> list[str]:
+    """The same of `slipstream sft`."""
+    return await _problems(run, [supervised, dataset, model, packages, built_model])
+
+
+async def _problems(run: RunFile, looks: Sequence[Look]) -> list[str]:
     found: list[str] = []
-    looks = [
-        tasks,
-        model, packages, certificates, redis, *(functools.partial(environment, e) for e in run.environments), buffer_port,
-        built_model]
     for look in looks:
         try:
             result = look(run)
-            if inspect.isawaitable(result):
+            if result is not None:
                 await result
         except ConfigError as error:
             found.append(error.message)
     return found
+
+
+def supervised(run: RunFile) -> None:
+    """There is something to fine-tune on."""
+    if run.sft is None:
+        raise ConfigError("the run file has no table [sft]: name a dataset with sft.path, as in examples/sft/run.toml")
+
+
+async def dataset(run: RunFile) -> None:
+    """The dataset of [sft] can be read."""
+    from slipstream.environments import dataset_files
+
+    if run.sft is not None:
+        await dataset_files.of_sft(run.sft)
 
 
 async def built_model(run: RunFile) -> None:

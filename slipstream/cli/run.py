@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from slipstream.cli import preflight, run_folder
+from slipstream.cli import preflight, run_folder, run_start
 from slipstream.cli.audit import Audit, Balance, audit
 from slipstream.cli.metrics import WINDOW, Metrics
 from slipstream.cli.processes import Limits
@@ -51,7 +51,7 @@ def run(run_file: RunFile, options: Options) -> int:
 
 async def _run(run_file: RunFile, folder: RunFolder, lock: run_folder.RunLock, options: Options) -> int:
     await preflight.check(run_file)
-    run_folder.lay_out(folder, run_file, options.fresh)
+    run_start.lay_out(folder, run_file, options.fresh)
     host, port = preflight.buffer_host_port(run_file)
     resolved = run_folder.write_run_file(folder, run_file, f"{host}:{port or preflight.free_port(host)}")
     environment = {**os.environ, **launch_environment()} | ({"SLIPSTREAM_DEBUG": "1"} if options.debug else {})

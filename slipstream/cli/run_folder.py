@@ -20,7 +20,6 @@ import contextlib
 import fcntl
 import json
 import os
-import shutil
 import sys
 import tempfile
 import time
@@ -29,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream import auth, config
+from slipstream import config
 from slipstream.errors import ConfigError, NotFound
 
 
@@ -70,6 +69,10 @@ class RunFolder:
     @property
     def trained(self) -> Path:
         return self.path / "audit" / "trainer.jsonl"
+
+    @property
+    def published(self) -> Path:
+        return self.path / "audit" / "versions.jsonl"
 
     @property
     def fork(self) -> Path:
@@ -165,80 +168,27 @@ def leftovers(folder: RunFolder) -> list[int]:
 def lock(run: config.RunFile) -> tuple[RunFolder, RunLock]:
     """Create or reopen the folder of a run and lock it. Raises ConfigError when it is not ours or cannot be written."""
     folder = RunFolder(run.folder)
-    with _writing(folder):
-        if folder.path.exists() and any(folder.path.iterdir()) and not any(
-                (folder.run_file.exists(), folder.lock.exists(), folder.fork.exists())):
-            raise ConfigError(f"run.folder = {folder.path} has files that are not of a run: choose an empty or a new folder")
+    with writing(folder):
+        check_ours(folder)
         folder.path.mkdir(parents=True, exist_ok=True)
         return folder, RunLock.take(folder)
 
 
-def lay_out(folder: RunFolder, run: config.RunFile, fresh: bool) -> None:
-    """Make the locked folder ready for a start: emptied when `fresh`, else checked to hold this run or none.
-
-    Raises ConfigError when it holds a run with other settings.
-    """
-    with _writing(folder):
-        if fresh:
-            _empty(folder, run)
-        elif folder.run_file.exists():
-            _same_run(folder, run)
-        for directory in (folder.services, folder.logs, folder.trained.parent, folder.redis):
-            directory.mkdir(exist_ok=True)
-        for stale in (*folder.services.glob("*.json"), folder.state):
-            stale.unlink(missing_ok=True)
-        auth.create_secret(folder.path)
+def check_ours(folder: RunFolder) -> None:
+    """Raises ConfigError when the folder holds files that are not of a run."""
+    if folder.path.exists() and any(folder.path.iterdir()) and not any(
+            (folder.run_file.exists(), folder.lock.exists(), folder.fork.exists())):
+        raise ConfigError(f"run.folder = {folder.path} has files that are not of a run: choose an empty or a new folder")
 
 
 @contextlib.contextmanager
-def _writing(folder: RunFolder) -> Iterator[None]:
+def writing(folder: RunFolder) -> Iterator[None]:
+    """A folder that cannot be written is a ConfigError."""
     try:
         yield
     except OSError as error:
         raise ConfigError(
             f"run folder {folder.path} cannot be written ({error.strerror or error}): set run.folder to another one") from None
-
-
-def _same_run(folder: RunFolder, run: config.RunFile) -> None:
-    """Resuming needs the same settings. Raises ConfigError naming the differing ones."""
-    try:
-        before = config.load(folder.run_file)
-    except ConfigError as error:
-        raise ConfigError(
-            f"{folder.path} holds a run that this version cannot read ({error}): start over with --fresh, or set another "
-            "run.name") from None
-    if before.hash == run.hash:
-        return
-    changed = [f"{name} was {old} and is {new}" for name, old, new in _differences(
-        before.model_dump(mode="json"), run.model_dump(mode="json"), "") if not name.startswith(("run.folder", "service."))]
-    raise ConfigError(
-        f"{folder.path} holds a run with other settings ({'; '.join(changed[:3])}{'; ...' if len(changed) > 3 else ''}): set "
-        "another run.name, or delete what it trained and start over with --fresh")
-
-
-def _differences(before: Any, after: Any, place: str) -> list[tuple[str, str, str]]:
-    if isinstance(before, dict) and isinstance(after, dict):
-        return [d for key in dict.fromkeys([*before, *after])
-                for d in _differences(before.get(key), after.get(key), f"{place}.{key}" if place else key)]
-    return [] if before == after else [(place, json.dumps(before)[:60], json.dumps(after)[:60])]
-
-
-def _empty(folder: RunFolder, run: config.RunFile) -> None:
-    """Delete what the folder holds, all but the lock."""
-    objects = run.objects_url.removeprefix("file://")
-    if run.objects.url and not Path(objects).is_relative_to(folder.path):
-        raise ConfigError(f"--fresh does not empty objects.url = {run.objects.url}: choose another run.name and prefix, or "
-                          "empty it yourself and delete the run folder")
-    if run.buffer.redis:
-        raise ConfigError(f"--fresh does not empty buffer.redis = {run.buffer.redis}: choose another run.name, or empty it "
-                          "yourself and delete the run folder")
-    for entry in folder.path.iterdir():
-        if entry == folder.lock:
-            continue
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink()
 
 
 def write_run_file(folder: RunFolder, run: config.RunFile, buffer_address: str) -> config.RunFile:
@@ -266,6 +216,8 @@ def find(run: str) -> tuple[RunFolder, config.RunFile]:
         if (candidate / "run.json").is_file():
             folder = RunFolder(candidate.resolve())
             return folder, config.load(folder.run_file)
+        if (candidate / "fork.json").is_file():
+            raise NotFound(f"{run} is a fork that has not been started: `slipstream run {candidate / 'run.toml'}` starts it")
     known = sorted(p.parent.name for p in Path("runs").glob("*/run.json"))
     raise NotFound(f"no run {run!r}: neither {path} nor runs/{run} is a run folder; "
                    + (f"runs here: {', '.join(known[:8])}" if known else "start one with `slipstream run RUN.toml`"))

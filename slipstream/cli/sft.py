@@ -7,21 +7,19 @@ import signal
 import subprocess
 import sys
 
-from slipstream.cli import preflight, run_folder
+from slipstream.cli import preflight, run_folder, run_start
 from slipstream.config import RunFile
-from slipstream.errors import ConfigError
 from slipstream.service import launch_environment
 
 
 def sft(run_file: RunFile, fresh: bool) -> int:
     """Run it to its end; the exit code. Raises ConfigError for what can be known before torch is loaded."""
-    if run_file.sft is None:
-        raise ConfigError("the run file has no table [sft]: name a dataset with sft.path, as in examples/sft/run.toml")
+    preflight.supervised(run_file)
     preflight.model(run_file)
     preflight.packages(run_file)
     folder, lock = run_folder.lock(run_file)
     try:
-        run_folder.lay_out(folder, run_file, fresh)
+        run_start.lay_out(folder, run_file, fresh)
         run_folder.write_run_file(folder, run_file, "")
         return _wait(subprocess.Popen(
             [sys.executable, "-m", "services.trainer.sft", "--folder", str(folder.path)],

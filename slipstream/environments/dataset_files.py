@@ -33,6 +33,17 @@ async def read(path: str, split: str, endpoint: str, region: str) -> Rows:
             raise ConfigError(f"environments.args.path = {path!r} cannot be read: {error.message}") from None
 
 
+async def of_sft(settings: Any) -> Rows:
+    """The dataset of a run file's [sft]. Raises ConfigError for a path, split or column that is not there, and for no rows."""
+    try:
+        found = await read(settings.path, settings.split, settings.endpoint, settings.region)
+    except ConfigError as error:  # the reader's own words are of an environment's arguments
+        raise ConfigError(error.message.replace("environments.args.", "sft.").replace("args.", "sft.")) from None
+    if not found:
+        raise ConfigError(f"sft.path = {settings.path!r} has no rows; at least two are needed")
+    return found
+
+
 class _Place(Protocol):
     """A file or folder: "" names itself, other names are relative paths of files below it."""
 

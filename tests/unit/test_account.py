@@ -103,7 +103,7 @@ async def test_every_draw_and_sample_has_a_place(ledger: RedisLedger, tmp_path: 
         (1, 0, "environment: gone"), (1, 1, "environment: gone"), (1, None, "failed")]
     text = "\n".join(as_text(found, complaints(b), dead=True))
     assert "samples: 1 rollout-0; scoring: 1 reward-0" in text and "draw 1 sample 1: environment: gone" in text
-    assert "adds up     yes" in text and "every one below 2 is over" in text
+    assert "adds up     yes" in text and "all below 2 are over" in text
 
 
 async def test_both_ledgers_give_the_same_account(ledger: RedisLedger, tmp_path: Path) -> None:

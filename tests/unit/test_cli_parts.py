@@ -1,14 +1,11 @@
-"""The parts of the command line by themselves: audit, metrics, view, lock, restart policy, TOML, Redis settings."""
+"""The parts of the command line by themselves: audit, metrics, view, restart policy, TOML, Redis settings."""
 
 from __future__ import annotations
 
 import asyncio
 import io
 import json
-import os
 import signal
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -17,16 +14,15 @@ import pytest
 from rich.console import Console
 
 from slipstream import config
-from slipstream.cli import embedded_redis, run_folder, toml_text
+from slipstream.cli import embedded_redis, toml_text
 from slipstream.cli.audit import Audit, Balance, audit
 from slipstream.cli.metrics import Metrics, sparkline
 from slipstream.cli.processes import Command, Death, Limits, Process, last_words
 from slipstream.cli.run import report
-from slipstream.cli.run_folder import RunFolder, RunLock
+from slipstream.cli.run_folder import RunFolder
 from slipstream.cli.supervisor import Ending
 from slipstream.cli.survey import ServiceStatus
 from slipstream.cli.view import Snapshot, draw, duration, line, waits_line
-from slipstream.errors import ConfigError
 
 
 def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -184,57 +180,6 @@ def test_last_line_and_exit_code(
     last = out.strip().splitlines()[-1]
     assert last.startswith("reward 0.27 -> 0.84 in 20 steps, ") and last.endswith(f"s, {found.sentence}")
     assert bool(err) == bool(expected)
-
-
-# -- the run folder -----------------------------------------------------------------------------------------------------
-
-
-def test_leftovers_of_a_dead_run_hold_the_lock(tmp_path: Path) -> None:
-    """The lock outlives its supervisor in the processes it started; a new run names them instead of joining them."""
-    folder = RunFolder(tmp_path)
-    lock = RunLock.take(folder)
-    left = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE, pass_fds=[lock.fd])
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    os.pwrite(lock.fd, f"{dead.pid}\n".ljust(20).encode(), 0)
-    lock.release()
-    run_folder.write_json(folder.state, {"processes": {"rollout-0": {"pid": left.pid}}})
-    assert run_folder.held(folder)
-    with pytest.raises(ConfigError, match=f"kill {left.pid}"):
-        RunLock.take(folder, leftover_wait_s=0.05)
-    left.communicate()
-    RunLock.take(folder).release()
-    assert not run_folder.held(folder)
-
-
-def test_fresh_empties_and_keeps_out_of_foreign_places(tmp_path: Path) -> None:
-    """--fresh deletes what the run wrote into its folder; objects elsewhere it refuses to touch."""
-    run = a_run(tmp_path / "run")
-    folder, lock = run_folder.lock(run)
-    run_folder.lay_out(folder, run, fresh=False)
-    run_folder.write_run_file(folder, run, "127.0.0.1:1")
-    (folder.path / "metrics.jsonl").touch()
-    assert folder.secret.stat().st_mode & 0o777 == 0o600
-    run_folder.lay_out(folder, run, fresh=True)
-    assert sorted(p.name for p in folder.path.iterdir()) == ["audit", "lock", "logs", "redis", "secret", "services"]
-    elsewhere = run.model_copy(update={"objects": config.Objects(url="s3://bucket/prefix")})
-    with pytest.raises(ConfigError, match="objects.url"):
-        run_folder.lay_out(folder, elsewhere, fresh=True)
-    lock.release()
-
-
-def test_resolved_run_file_is_the_same_run(tmp_path: Path) -> None:
-    """What processes read has the buffer's address and the hash of what the user wrote; another hash is refused."""
-    run = a_run(tmp_path / "run")
-    folder, lock = run_folder.lock(run)
-    run_folder.lay_out(folder, run, fresh=False)
-    resolved = run_folder.write_run_file(folder, run, "127.0.0.1:5")
-    assert config.load(folder.run_file) == resolved and resolved.hash == run.hash
-    assert resolved.service.buffer_address == "127.0.0.1:5"
-    run_folder.lay_out(folder, run, fresh=False)
-    with pytest.raises(ConfigError, match=r"run.seed was 0 and is 3.*--fresh"):
-        run_folder.lay_out(folder, a_run(tmp_path / "run", seed=3), fresh=False)
-    lock.release()
 
 
 # -- processes ----------------------------------------------------------------------------------------------------------

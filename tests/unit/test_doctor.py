@@ -30,7 +30,7 @@ def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def settings(folder: Path, **sections):
     """A run file's tables."""
-    data = {"run": {"name": "demo", "folder": str(folder)}, "model": {"path": "m"},
+    data = {"run": {"name": "demo", "folder": str(folder)}, "model": {"build": {"model_type": "qwen3_moe"}},
             "environments": [{"name": "e", "entry": "m:C"}], **sections}
     return data
 
@@ -45,9 +45,17 @@ def test_a_laptop_run_is_fine(tmp_path: Path, capsys):
     (tmp_path / "run.json").write_text(json.dumps(settings(tmp_path / "run")))
     assert doctor(tmp_path / "run.json", [], Given()) == 0
     out = capsys.readouterr().out
-    assert "6 checks, none failed" in out and "FAIL" not in out and not (tmp_path / "run").exists()
+    assert "7 checks, none failed" in out and "FAIL" not in out and not (tmp_path / "run").exists()
     assert doctor(tmp_path / "run.json", ["buffer.redis=redis://10.0.0.5:1"], Given(roles=("trainer",))) == 1
     assert "FAIL  plaintext" in capsys.readouterr().out
+
+
+def test_a_model_that_is_not_there(tmp_path: Path):
+    """Whoever holds weights is told; a buffer's pod has no model and is not asked for one."""
+    missing = {"model": {"path": str(tmp_path / "none")}}
+    state, text = look(tmp_path, Given(), **missing)["model"]
+    assert state == "FAIL" and "is not a directory; download the model there" in text
+    assert "model" not in look(tmp_path, Given(roles=("buffer",)), **missing)
 
 
 def test_a_folder_of_good_certificates(tmp_path: Path, certs: Path):
