@@ -25,7 +25,8 @@ def test_minimal_file_resolves_with_defaults():
     [
         ({"trainer": {"learning_rat": 1}}, ["trainer.learning_rat", "did you mean 'learning_rate'"]),
         ({"trainr": {}}, ["trainr", "did you mean 'trainer'"]),
-        ({"schedule": {"max_lag": "two"}}, ["schedule.max_lag", "'two'"]),
+        ({"schedule": {"max_lag": "two"}}, ["schedule.max_lag", "'two'", "It is: Bound on steps"]),
+        ({"schedule": 3}, ["schedule = 3", "should be a table"]),
         ({"model": {}}, ["model.path", "model.build"]),
         ({"trainer": {"publish_every": 4}}, ["trainer.publish_every = 4", "schedule.max_lag + 1 = 3"]),
         ({"rollout": {"temperature": 0.7}}, ["rollout.temperature = 0.7"]),
