@@ -26,6 +26,7 @@ from torch import nn
 
 from services.trainer.expert_load import ExpertLoad
 from services.trainer.packing import Microbatch
+from services.trainer.ranks import Alone
 from slipstream import config
 from slipstream.errors import ConfigError
 from slipstream.router_precision import router_modules
@@ -48,8 +49,8 @@ class Balance:
     Raises ConfigError, naming the model's class, when its family has no such loss in transformers.
     """
 
-    def __init__(self, model: Any, settings: config.Algorithm, load: ExpertLoad) -> None:
-        self._settings, self._load, self._tokens = settings, load, 0
+    def __init__(self, model: Any, settings: config.Algorithm, load: ExpertLoad, ranks: Alone) -> None:
+        self._settings, self._load, self._ranks, self._tokens = settings, load, ranks, 0
         self._assigned_L_E: list[torch.Tensor] = []
         self._logits: list[torch.Tensor] | None = None
         self._sums = [0.0, 0.0]
@@ -61,12 +62,14 @@ class Balance:
     def begin(self, batches: Sequence[Microbatch], forward: Callable[[Microbatch], object]) -> None:
         """A step begins. Counts assignments beforehand when the step is cut; else its only forward pass does."""
         self._sums, self._assigned_L_E = [0.0, 0.0], []
-        self._tokens = sum(int(b.lengths.sum()) for b in batches if b.lengths is not None)
-        if self.on and self._settings.balance_coefficient and len(batches) > 1:
+        if not self.on:
+            return
+        self._tokens = int(self._ranks.total(sum(int(b.lengths.sum()) for b in batches if b.lengths is not None)))
+        if self._settings.balance_coefficient and len(batches) > 1:
             self._load.begin()
             with torch.no_grad():
                 for batch in batches:
-                    with self._load.counting(batch):
+                    with self._load.counting(self._ranks.part(batch)):
                         forward(batch)
             self._assigned_L_E = [counts.clone() for counts in self._load.tokens()]
 
@@ -99,7 +102,10 @@ class Balance:
 
     def metrics(self) -> dict[str, float]:
         """balance_loss (K = perfect balance, E = collapse) and router_z_loss of the step, without coefficients."""
-        return {"balance_loss": self._sums[0], "router_z_loss": self._sums[1]} if self.on else {}
+        if not self.on:
+            return {}
+        [sums] = self._ranks.summed([torch.tensor(self._sums, dtype=torch.float64)])
+        return {"balance_loss": float(sums[0]), "router_z_loss": float(sums[1])}
 
     def _hook(self, index: int) -> Any:
         def keep(_: nn.Module, __: Any, output: Any) -> None:

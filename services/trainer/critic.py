@@ -21,22 +21,22 @@ import torch
 from torch import nn
 
 from services.trainer.algorithms.policy_losses import value_loss
-from services.trainer.optimizer import NonFinite, adamw, clipped_step, set_learning_rate
-from services.trainer.packing import Microbatch, Row, in_order_of, microbatches
+from services.trainer.optimizer import NonFinite, set_learning_rate
+from services.trainer.packing import Microbatch, Row, in_order_of
+from services.trainer.ranks import Alone
 from slipstream import config, logs
-from slipstream.model import build
 
 log = logs.get("trainer.critic")
 
 
 class ValueModel(nn.Module):
-    """A backbone without its output embedding, and a head to one number per position."""
+    """A backbone without its output embedding, and a head from its `width` to one number per position."""
 
-    def __init__(self, causal: Any) -> None:
+    def __init__(self, backbone: Any, width: int) -> None:
         super().__init__()
-        self.backbone = causal.base_model
-        width = causal.get_output_embeddings().weight
-        self.head = nn.Linear(width.shape[1], 1, device=width.device, dtype=torch.float32)
+        self.backbone = backbone
+        first = next(backbone.parameters())
+        self.head = nn.Linear(width, 1, device=first.device, dtype=torch.promote_types(first.dtype, torch.float32))
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
@@ -50,14 +50,21 @@ class ValueModel(nn.Module):
 class Critic:
     """Owns the value model and its optimizer. Raises ConfigError when the model cannot be built."""
 
-    def __init__(self, run: config.RunFile) -> None:
-        self.settings, self._budget = run.critic, run.trainer.tokens_per_microbatch
+    def __init__(self, run: config.RunFile, ranks: Alone) -> None:
+        self.settings, self._budget, self._ranks = run.critic, run.trainer.tokens_per_microbatch, ranks
         start = run.model
         if run.critic.path:
             start = config.Model(path=run.critic.path, dtype=run.model.dtype, experts=run.model.experts)
-        causal, _ = build(start, run.run.seed, run.deterministic)
-        self.model = ValueModel(causal).eval()
-        self.optimizer = adamw(self.model, run.trainer, run.critic.learning_rate)
+        width = 0
+
+        def headless(causal: Any, _: Any) -> Any:
+            nonlocal width
+            width = causal.get_output_embeddings().weight.shape[1]
+            return causal.base_model
+
+        backbone, _ = ranks.built(start, headless)
+        self.model: Any = ranks.completed(ValueModel(backbone, width).eval())
+        self.optimizer = ranks.optimizer(self.model, run.critic.learning_rate)
 
     def begin(self, policy: Any) -> None:
         """Before the first step: the backbone takes the policy's weights, unless `critic.path` gave it some."""
@@ -67,31 +74,34 @@ class Critic:
     @torch.no_grad()
     def valued(self, rows: Sequence[Row]) -> list[Row]:
         """The rows with what the critic expects at each trained token, before this step's updates."""
-        parts = [self._values(batch).double().cpu().numpy() for batch in microbatches(rows, self._budget)]
+        parts = [self._values(batch).double().cpu().numpy() for batch in self._ranks.microbatches(rows, self._budget)]
         return [replace(row, values=values) for row, values in zip(rows, in_order_of(rows, parts), strict=True)]
 
     def update(self, rows: Sequence[Row], step: int) -> dict[str, float | None]:
-        """`critic.updates` optimizer steps on the rows' returns; the metrics of the last. Rows of weight 0 are not to be given.
+        """`critic.updates` optimizer steps on the returns of this rank's rows; metrics of the last. No row may have weight 0.
 
         A step whose loss or gradient is not finite is left out, with a warning and `value_skipped` = 1.
         """
-        if not rows:
+        batches = self._ranks.microbatches(rows, self._budget)
+        if not batches:
             nothing: dict[str, float | None] = dict.fromkeys(METRICS)
             return nothing | {"value_skipped": 0}
-        batches, tokens = microbatches(rows, self._budget), sum(len(row.index) for row in rows)
-        found: dict[str, float | None] = dict(explained(rows)) | {"value_skipped": 0}
+        tokens = int(self._ranks.total(sum(len(row.index) for row in rows)))
+        parts = self._ranks.gathered([(row.values, row.outcomes) for row in rows])
+        found: dict[str, float | None] = dict(explained([pair for part in parts for pair in part])) | {"value_skipped": 0}
         for _ in range(self.settings.updates):
             loss, clipped = 0.0, 0
             for batch in batches:
                 values_M = self._values(batch)
                 former_M, returns_M = (_like(a, values_M) for a in (batch.values, batch.returns))
                 share = value_loss(values_M, returns_M, former_M, self.settings.clip or float("inf")).sum() / tokens
-                share.backward()
+                (share * self._ranks.scale).backward()
                 loss += share.item()
                 clipped += int(((values_M.detach() - former_M).abs() > (self.settings.clip or float("inf"))).sum())
+            loss, clipped = self._ranks.total(loss), self._ranks.total(clipped)
             try:
-                norm = clipped_step(
-                    self.optimizer, self.model.parameters(), self.settings.max_grad_norm, f"the critic at batch {step}", loss)
+                norm = self._ranks.clipped_step(
+                    self.optimizer, self.model, self.settings.max_grad_norm, f"the critic at batch {step}", loss)
             except NonFinite as error:
                 log.warning(error.message, batch=step)
                 return found | {"value_loss": None, "critic_grad_norm": None, "value_clip_share": None, "value_skipped": 1}
@@ -110,10 +120,12 @@ class Critic:
 METRICS = ("value_loss", "value_mean", "value_clip_share", "explained_variance", "critic_grad_norm")
 
 
-def explained(rows: Sequence[Row]) -> dict[str, float | None]:
+def explained(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, float | None]:
     """explained_variance = 1 - Var(G - V_old) / Var(G) over the step's tokens, G what really came (discounted, without lambda);
-    None when nothing varies. value_mean: mean V_old."""
-    values_N, outcomes_N = (np.concatenate(part) for part in zip(*((row.values, row.outcomes) for row in rows), strict=True))
+    None when nothing varies. value_mean: mean V_old. `pairs`: V_old and G of each row."""
+    if not pairs:  # not rank 0
+        return {"value_mean": None, "explained_variance": None}
+    values_N, outcomes_N = (np.concatenate(part) for part in zip(*pairs, strict=True))
     variance = float(outcomes_N.var())
     return {
         "value_mean": float(values_N.mean()),

@@ -15,14 +15,20 @@ import torch
 from torch import nn
 
 from services.trainer.packing import Microbatch
+from services.trainer.ranks import Alone
 from slipstream.model import experts_of
+
+
+def number_of(experts: Any) -> int:
+    """Experts of a layer on all ranks: `num_experts` of a module that is spread over some counts its own."""
+    return int(getattr(experts, "experts_of_all_ranks", experts.num_experts))
 
 
 class ExpertLoad:
     """Counts while a forward pass runs inside `counting`. A model without experts has none."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._layers = experts_of(model)
+    def __init__(self, model: nn.Module, ranks: Alone) -> None:
+        self._layers, self._ranks = experts_of(model), ranks
         self._counts_E: list[torch.Tensor] = []
         self._real_N: torch.Tensor | None = None
         for layer, experts in enumerate(self._layers):
@@ -36,8 +42,7 @@ class ExpertLoad:
     def begin(self) -> None:
         """A step begins."""
         self._counts_E = [
-            torch.zeros(int(e.num_experts) + 1, dtype=torch.int64, device=next(e.parameters()).device)  # pyright: ignore
-            for e in self._layers]
+            torch.zeros(number_of(e) + 1, dtype=torch.int64, device=next(e.parameters()).device) for e in self._layers]
 
     @contextlib.contextmanager
     def counting(self, batch: Microbatch) -> Iterator[None]:
@@ -55,8 +60,8 @@ class ExpertLoad:
             self._real_N = None
 
     def tokens(self) -> list[torch.Tensor]:
-        """Tokens of the step so far by layer and expert: L tensors [E]."""
-        return [counts[:-1] for counts in self._counts_E]
+        """Tokens of the step so far, of all ranks, by layer and expert: L tensors [E]."""
+        return self._ranks.summed([counts[:-1] for counts in self._counts_E])
 
     def metrics(self) -> dict[str, float | None]:
         """expert_load_max, _mean: the busiest expert's tokens over the mean of its layer, of the worst layer and on average; 1

@@ -6,7 +6,7 @@ Axes: R rows, T padded tokens, M trained tokens of a micro-batch, H hidden, V vo
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,115 +19,138 @@ from services.trainer.algorithms.objective import LossInputs, Objective
 from services.trainer.balance import Balance
 from services.trainer.critic import Critic
 from services.trainer.expert_load import ExpertLoad
-from services.trainer.optimizer import NonFinite, adamw, clipped_step, set_learning_rate
+from services.trainer.optimizer import NonFinite, set_learning_rate
 from services.trainer.packing import (
+    Fill,
     Group,
     Microbatch,
     Row,
+    in_order_of,
     lag_histogram,
-    microbatches,
     trained_rows,
     without_signal,
 )
 from services.trainer.probes import Prober
+from services.trainer.ranks import Alone, Score
 from services.trainer.route_policy import RoutePolicy
-from services.trainer.scorer import Scorer
 from services.trainer.snapshot import Snapshot, restore, take
 from services.trainer.teacher import Teacher
 from slipstream import config
 from slipstream.errors import ConfigError, InvalidInput
 from slipstream.manifest import RawTensor
-from slipstream.model import build, files, load_state, state
+from slipstream.model import files, load_state, state
 from slipstream.probes import Probes
 
 Metrics = dict[str, Any]
 
 
 class Learner:
-    """Owns the model and the optimizer of a run. Raises ConfigError when the model cannot be built."""
+    """Owns the model and the optimizer of a run. Raises ConfigError when the model cannot be built.
 
-    def __init__(self, run: config.RunFile, learning_rate: float | None = None) -> None:
+    On many ranks (`ranks`) every rank has one, and every method is collective.
+    """
+
+    def __init__(self, run: config.RunFile, learning_rate: float | None = None, ranks: Alone | None = None) -> None:
         if run.rollout.temperature != 1.0:
             raise ConfigError(f"rollout.temperature = {run.rollout.temperature}: the trainer needs 1; remove the setting")
         threads = 1 if run.deterministic else run.trainer.threads
         if threads:
             torch.set_num_threads(threads)
-        self.run = run
-        self.model: Any
-        self.model, self.tokenizer = build(run.model, run.run.seed, run.deterministic)
-        self.adapter = adapters.attached(self.model, run)
-        self._trained: Any = adapters.Trained(self.adapter) if self.adapter else self.model
-        # Evaluation mode: dropout and router jitter would make the trainer's distribution differ from the sampler's.
-        self.model.eval()
-        self.vocabulary = int(self.model.config.get_text_config().vocab_size)
-        self.optimizer = adamw(self.model, run.trainer, learning_rate or run.trainer.learning_rate)
-        self.objective = Objective(run.algorithm, run.rollout.max_new_tokens)
+        self.run, self.ranks = run, ranks or Alone(run)
+        self.adapter: Any = None
         self._prober: Prober | None = None
-        self._policy = Scorer(self.model, run.trainer.logit_rows)
-        self._routes = RoutePolicy(self.model, run)
-        self._load = ExpertLoad(self.model)
-        self._balance = Balance(self.model, run.algorithm, self._load)
-        self._reference: adapters.Score | None = None
-        self._teacher = Teacher(run, self.tokenizer) if run.algorithm.teacher else None
-        self.critic = Critic(run) if run.algorithm.advantage == "gae" else None
+        self.model, self.tokenizer = self.ranks.built(run.model, self._prepare)
+        self._trained: Any = adapters.Trained(self.adapter) if self.adapter else self.model
+        self.vocabulary = int(self.model.config.get_text_config().vocab_size)
+        self.optimizer = self.ranks.optimizer(self.model, learning_rate or run.trainer.learning_rate)
+        self.objective = Objective(run.algorithm, run.rollout.max_new_tokens)
+        self._policy = self.ranks.scorer(self.model)
+        self._routes = RoutePolicy(self.model, run, self.ranks)
+        self._load = ExpertLoad(self.model, self.ranks)
+        self._balance = Balance(self.model, run.algorithm, self._load, self.ranks)
+        self._reference: Score | None = None
+        self._teacher = Teacher(run, self.tokenizer, self.ranks) if run.algorithm.teacher else None
+        self.critic = Critic(run, self.ranks) if run.algorithm.advantage == "gae" else None
+        self._fills: dict[str, Fill] = {"reference": self._with_reference, "values": self._valued, "teacher": self._taught}
         self.skip: nonfinite.Skip | None = None  # of the last step
+
+    def _prepare(self, built: Any, tokenizer: Any) -> Any:
+        """See Alone.built."""
+        self.adapter = adapters.attached(built, self.run)
+        return built
 
     def step(self, groups: Sequence[Group], step: int) -> Metrics:
         """Optimizer step `step` on a batch. A batch in which no group has a signal changes nothing, not even the moments.
 
         The same when a loss or gradient is not finite: `skip` then says whose. Raises InvalidInput for malformed samples, with
-        nothing applied.
+        nothing applied. Rank 0 gives the groups and gets the metrics; on other ranks both say nothing.
         """
-        rows = trained_rows(groups, step, self.objective, self._with_reference, self._valued if self.critic else None)
-        if self.objective.kl_in_loss:
-            rows = self._with_reference(rows)
-        if malformed := nonfinite.recorded(rows):
+        rows = self.ranks.led(lambda filled: self._rows(groups, step, filled), self._fills)
+        if malformed := self.ranks.told(nonfinite.recorded(rows)):
             return self._skipped(groups, step, nonfinite.Skip(malformed))
-        if self._teacher:
-            for row in rows:
-                self._known(row.inputs, row.targets)
-            rows = self._teacher.taught(rows)
+        trained_tokens, rows = sum(len(row.index) for row in rows), self.ranks.shared(rows)
         warming = self.critic is not None and step <= self.run.critic.warmup_steps
-        batches = [] if warming else microbatches(rows, self.run.trainer.tokens_per_microbatch)
+        batches = [] if warming else self.ranks.microbatches(rows, self.run.trainer.tokens_per_microbatch)
         loss, entropies, ratios, grad_norm = 0.0, [], [], 0.0
         self._routes.begin(batches, step)
         self._balance.begin(batches, self.forward)
         self._load.begin()
         for batch in batches:
-            with self._load.counting(batch), self._balance.watching():
+            with self._load.counting(self.ranks.part(batch)), self._balance.watching():
                 logprobs_M, entropy_M = self.forward(batch, bool(self.run.algorithm.entropy_coefficient))
             self._routes.examine(batch, logprobs_M, lambda b=batch: self.forward(replace(b, routes=None))[0])
             inputs = _loss_inputs(batch, logprobs_M, entropy_M)
-            share = self.objective.loss(inputs) + self._balance.part(batch)
-            share.backward()
+            share = self.objective.loss(inputs) + self._balance.part(self.ranks.part(batch))
+            with self._routes.recomputing(self.ranks.part(batch)):
+                (share * self.ranks.scale).backward()
             loss += share.item()
-            entropies.append(entropy_M.detach().numpy())
-            ratios.append((logprobs_M.detach() - inputs.behaviour).numpy())
+            entropies.append(entropy_M.detach().cpu().numpy())
+            ratios.append((logprobs_M.detach() - inputs.behaviour).cpu().numpy())
+        loss = self.ranks.total(loss)
         try:
             if batches:
-                grad_norm = clipped_step(
-                    self.optimizer, self.model.parameters(), self.run.trainer.max_grad_norm, f"batch {step}", loss)
+                grad_norm = self.ranks.clipped_step(
+                    self.optimizer, self.model, self.run.trainer.max_grad_norm, f"batch {step}", loss)
         except NonFinite:
-            return self._skipped(groups, step, nonfinite.search(rows, batches, self._loss, self.model))
+            return self._skipped(groups, step, nonfinite.search(rows, batches, self._loss, self.model, self.ranks))
         self.skip = None
         learnt = self.critic.update(rows, step) if self.critic else {}
+        ratio, advantage, fresh, entropy = self._seen(batches, ratios, entropies)
         return {
             **batch_metrics(groups, step, self.objective.compares),
-            **diagnostics.divergence(
-                _joined(ratios), _joined([b.advantages for b in batches]), _joined([b.fresh for b in batches], bool),
-                self.run.algorithm.clip_low, self.run.algorithm.clip_high),
+            **diagnostics.divergence(ratio, advantage, fresh, self.run.algorithm.clip_low, self.run.algorithm.clip_high),
             **self._routes.metrics(), **self._load.metrics(), **self._balance.metrics(), **learnt,
             **(self._teacher.metrics() if self._teacher else {}),
-            "loss": loss, "grad_norm": grad_norm, "trained_tokens": sum(len(row.index) for row in rows),
-            "microbatches": len(batches), "entropy": float(_joined(entropies).mean()) if batches else 0.0,
+            "loss": loss, "grad_norm": grad_norm, "trained_tokens": trained_tokens,
+            "microbatches": len(batches) * self.ranks.shares, "entropy": float(entropy.mean()) if len(entropy) else 0.0,
             "learning_rate": self.optimizer.param_groups[0]["lr"], "skipped": 0,
         }
+
+    def _rows(self, groups: Sequence[Group], step: int, filled: Callable[[str], Fill]) -> list[Row]:
+        """The step's rows with all that other models say of them. `filled(name)` is one of `_fills`."""
+        rows = trained_rows(
+            groups, step, self.objective, filled("reference"), filled("values") if self.critic else None)
+        for row in rows:
+            self._known(row.inputs, row.targets)
+        if self.objective.kl_in_loss:
+            rows = filled("reference")(rows)
+        return filled("teacher")(rows) if self._teacher and not nonfinite.recorded(rows) else rows
+
+    def _seen(
+        self, batches: Sequence[Microbatch], ratios: Sequence[np.ndarray], entropies: Sequence[np.ndarray],
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """log pi - log mu, advantages, fresh and entropies of the step's trained tokens: four [N]; empty on other ranks."""
+        parts = self.ranks.gathered((
+            _joined(ratios), _joined([b.advantages for b in batches]), _joined([b.fresh for b in batches], bool),
+            _joined(entropies)))
+        ratio, advantage, fresh, entropy = zip(*parts, strict=True) if parts else ((), (), (), ())
+        return _joined(ratio), _joined(advantage), _joined(fresh, bool), _joined(entropy)
 
     def _loss(self, batch: Microbatch) -> torch.Tensor:
         """A micro-batch's part of the step's loss, alone."""
         with self._balance.watching():
             found = self.forward(batch, bool(self.run.algorithm.entropy_coefficient))
-        return self.objective.loss(_loss_inputs(batch, *found)) + self._balance.part(batch)
+        return self.objective.loss(_loss_inputs(batch, *found)) + self._balance.part(self.ranks.part(batch))
 
     def _skipped(self, groups: Sequence[Group], step: int, skip: nonfinite.Skip) -> Metrics:
         """Metrics of a step of which nothing was applied: those of a batch without signal."""
@@ -138,21 +161,29 @@ class Learner:
 
     def supervised_step(self, rows: Sequence[Row], learning_rate: float, what: str) -> float:
         """-mean log pi(target) over the rows' targets, one optimizer step. Returns the loss."""
-        tokens, loss = sum(len(row.index) for row in rows), 0.0
+        with self.ranks.together():
+            for row in rows:
+                self._known(row.inputs, row.targets)
+        tokens, loss = self.ranks.told(sum(len(row.index) for row in rows)), 0.0
         set_learning_rate(self.optimizer, learning_rate)
-        for batch in microbatches(rows, self.run.trainer.tokens_per_microbatch):
+        for batch in self.ranks.microbatches(self.ranks.shared(rows), self.run.trainer.tokens_per_microbatch):
             logprobs_M, _ = self.forward(batch)
             share = -logprobs_M.sum() / max(tokens, 1)
-            share.backward()
+            (share * self.ranks.scale).backward()
             loss += share.item()
-        clipped_step(self.optimizer, self.model.parameters(), self.run.trainer.max_grad_norm, what)
-        return loss
+        self.ranks.clipped_step(self.optimizer, self.model, self.run.trainer.max_grad_norm, what)
+        return self.ranks.total(loss)
 
     def forward(self, batch: Microbatch, entropy_gradient: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities of the targets (with gradient) and entropies: two [M]. Raises InvalidInput for unknown tokens."""
         self._known(batch.inputs, batch.targets)
-        with self._routes.replaying(batch):
+        with self._routes.replaying(self.ranks.part(batch)):
             return self._policy(batch, entropy_gradient)
+
+    def _taught(self, rows: Sequence[Row]) -> list[Row]:
+        """The rows with the teacher's part added to their advantages."""
+        assert self._teacher is not None
+        return self._teacher.taught(rows)
 
     def _valued(self, rows: Sequence[Row]) -> list[Row]:
         """The rows with the critic's values."""
@@ -175,21 +206,18 @@ class Learner:
             self._reference = adapters.without(self.adapter, self._policy)
             return
         settings = config.Model(path=algorithm.reference, dtype=self.run.model.dtype) if algorithm.reference else self.run.model
-        model, _ = build(settings, self.run.run.seed, self.run.deterministic)
+        model, _ = self.ranks.built(settings)
         if not algorithm.reference:
             load_state(model, first or self.weights())
-        self._reference = Scorer(model.eval().requires_grad_(False), self.run.trainer.logit_rows)
+        self._reference = self.ranks.scorer(model.requires_grad_(False))
 
     @torch.no_grad()
     def _with_reference(self, rows: Sequence[Row]) -> list[Row]:
         """The rows with their log-probabilities under the reference model."""
         assert self._reference is not None, "start_reference was not called"
-        found = []
-        for row in rows:
-            [batch] = microbatches([row], len(row.inputs))
-            logprobs_M, _ = self._reference(batch)
-            found.append(replace(row, reference=logprobs_M.float().numpy()))
-        return found
+        batches = self.ranks.microbatches(rows, self.run.trainer.tokens_per_microbatch)
+        parts = [self._reference(batch)[0].float().cpu().numpy() for batch in batches]
+        return [replace(row, reference=found) for row, found in zip(rows, in_order_of(rows, parts), strict=True)]
 
     def start_rl(self, keep_optimizer: bool) -> None:
         """End of the warm-up: the run's learning rate, and fresh moments unless they are to be kept."""
@@ -275,4 +303,4 @@ def batch_metrics(groups: Sequence[Group], step: int, compares: bool = True) -> 
 
 
 def _joined(parts: Sequence[np.ndarray], dtype: type = float) -> np.ndarray:
-    return np.concatenate(parts) if parts else np.zeros(0, dtype)
+    return np.concatenate(parts) if len(parts) else np.zeros(0, dtype)

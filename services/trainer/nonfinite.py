@@ -24,8 +24,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from services.trainer.packing import Microbatch, Row, microbatches
+from services.trainer.ranks import Alone, idle
 from slipstream import logs
 from slipstream.batch_log import log_key
 from slipstream.errors import ConfigError
@@ -62,8 +64,6 @@ class Skip:
         """Who, in one line."""
         if self.weights:
             return f"the weights themselves are not finite, first {self.weights}"
-        if not self.culprits:
-            return "a sample of this batch; on many ranks it is not searched for"
         named = [f"draw {c.draw}, sample {c.sample}, segment {c.segment} ({c.what})" for c in self.culprits[:NAMED]]
         more = len(self.culprits) - len(named)
         return "; ".join(named) + (f"; and {more} more" if more else "")
@@ -78,36 +78,57 @@ def recorded(rows: Sequence[Row]) -> list[Culprit]:
 
 def search(
     rows: Sequence[Row], batches: Sequence[Microbatch], loss: Callable[[Microbatch], torch.Tensor], model: nn.Module,
+    ranks: Alone,
 ) -> Skip:
     """Run the step's micro-batches again and find the rows behind a NaN. `loss` is a micro-batch's part of the step's loss.
 
-    Leaves no gradients. `batches` are microbatches(rows, ...).
+    Leaves no gradients. `batches` are ranks.microbatches(rows, ...). On many ranks a gradient is everybody's, so a micro-batch
+    that is not finite together with those of other ranks is tried again while they idle, and so are its rows.
     """
-    broken = next((name for name, p in model.named_parameters() if not bool(torch.isfinite(p).all())), "")
-    if broken:
+    own = next((name for name, p in model.named_parameters() if not _finite(p)), "")
+    if broken := next((name for name in ranks.heard(own) if name), ""):
         return Skip([], broken)
     ordered, found, start = sorted(rows, key=lambda row: -len(row.inputs)), [], 0
     for batch in batches:
-        members, start = ordered[start : start + len(batch.inputs)], start + len(batch.inputs)
-        if not _trial(batch, loss, model):
+        members = ordered[start : start + len(batch.inputs)] if len(batch.index) else []
+        start += len(members)
+        if not _trial(batch, loss, model, ranks):
             continue
-        alone = [(row, _trial(microbatches([row], len(row.inputs))[0], loss, model)) for row in members]
-        found += [_culprit(row, what) for row, what in alone if what] or [_culprit(row, "sum") for row in members]
-    return Skip(found or [_culprit(row, "sum") for row in ordered])
+        for share in range(ranks.shares):
+            mine = share == ranks.share
+            if ranks.shares > 1 and not _trial(batch if mine else idle(), loss, model, ranks):
+                continue
+            alone = []
+            for i in range(max(ranks.heard(len(members) if mine else 0))):
+                what = _trial(microbatches([members[i]], len(members[i].inputs))[0] if mine else idle(), loss, model, ranks)
+                alone += [(members[i], what)] if mine else []
+            found += [_culprit(row, what) for row, what in alone if what] or [_culprit(row, "sum") for row, _ in alone]
+    return Skip(_all_of(found, ranks) or _all_of([_culprit(row, "sum") for row in ordered], ranks))
 
 
-def _trial(batch: Microbatch, loss: Callable[[Microbatch], torch.Tensor], model: nn.Module) -> str:
-    """What is not finite of this micro-batch alone: loss, gradient, or nothing."""
+def _all_of(culprits: Sequence[Culprit], ranks: Alone) -> list[Culprit]:
+    """Of every rank; those that have the same rows say the same."""
+    return list(dict.fromkeys(culprit for part in ranks.heard(culprits) for culprit in part))
+
+
+def _trial(batch: Microbatch, loss: Callable[[Microbatch], torch.Tensor], model: nn.Module, ranks: Alone) -> str:
+    """What is not finite of this micro-batch alone, or of those of all ranks together: loss, gradient, or nothing."""
     model.zero_grad(set_to_none=True)
     try:
         value = loss(batch)
-        if not bool(torch.isfinite(value)):
+        if ranks.anywhere(not bool(torch.isfinite(value))):
             return "loss"
         value.backward()
-        finite = all(bool(torch.isfinite(p.grad).all()) for p in model.parameters() if p.grad is not None)
-        return "" if finite else "gradient"
+        finite = all(_finite(p.grad) for p in model.parameters() if p.grad is not None)
+        return "gradient" if ranks.anywhere(not finite) else ""
     finally:
         model.zero_grad(set_to_none=True)
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    """This rank's part of it."""
+    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return bool(torch.isfinite(own).all())
 
 
 def _culprit(row: Row, what: str) -> Culprit:

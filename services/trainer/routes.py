@@ -34,6 +34,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from services.trainer.expert_load import number_of
 from slipstream.errors import ConfigError, InvalidInput
 from slipstream.model import experts_of
 
@@ -286,7 +287,7 @@ def _seam(
     model: Any, experts: nn.Module, indices: torch.Tensor, seen: list[_TopK], refusal: Callable[[str], ConfigError],
 ) -> _Seam:
     """The topk whose result these experts were given."""
-    count, top_k = int(experts.num_experts), indices.shape[-1]  # pyright: ignore
+    count, top_k = number_of(experts), indices.shape[-1]
     for call in reversed(seen):
         if call.indices.numel() == indices.numel() and torch.equal(call.indices.reshape(indices.shape), indices):
             if call.scores[-1] != count:

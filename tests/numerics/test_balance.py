@@ -15,6 +15,7 @@ from services.trainer.balance import Balance, balance_part, z_part
 from services.trainer.expert_load import ExpertLoad
 from services.trainer.learner import Learner
 from services.trainer.packing import microbatches, trained_rows
+from services.trainer.ranks import Alone
 from slipstream.config import RunFile
 from slipstream.errors import ConfigError
 from tests.numerics.test_routes import tiny
@@ -114,7 +115,8 @@ def test_families_without_such_a_loss_are_refused_by_name():
         Learner(run("gpt2", balance_coefficient=0.01))
     model = tiny("deepseek_v3")
     with pytest.raises(ConfigError, match="DeepseekV3ForCausalLM has no router_aux_loss_coef.*selection bias"):
-        Balance(model, run(balance_coefficient=0.01).algorithm, ExpertLoad(model))
+        settings = run(balance_coefficient=0.01)
+        Balance(model, settings.algorithm, ExpertLoad(model, Alone(settings)), Alone(settings))
 
 
 def test_padding_is_nobody():

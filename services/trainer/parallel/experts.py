@@ -48,6 +48,7 @@ class ExchangedExperts(EPImplementation):
     def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any, exchanges: Exchanges) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
         self._exchanges, self._local = exchanges, int(experts.num_experts)
+        experts.experts_of_all_ranks = self._local * ep_mesh.size()  # see services.trainer.expert_load.number_of
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor,
