@@ -189,6 +189,9 @@ class Parallel(Section):
     ranks: PositiveInt = Field(default=1, description="Trainer processes; 1 = no process group at all.")
     experts: PositiveInt = Field(default=1, description="Ranks that a layer's experts are spread over.")
     tensor: PositiveInt = Field(default=1, description="Ranks that split each dense matrix, with one batch; the rest is FSDP.")
+    context: PositiveInt = Field(
+        default=1, description="Ranks that share each sequence, for long samples; they split its tokens and the attention heads."
+    )
     pipeline: PositiveInt = Field(default=1, description="Pipeline stages; only 1 works, with FSDP and experts.")
     recompute: bool = Field(
         default=False, description="Keep only what enters a layer and compute the rest again in the backward pass."
@@ -220,6 +223,8 @@ class Parallel(Section):
                 f"pipeline = {self.pipeline} together with {other}: transformers refuses both combinations; set pipeline = 1")
         if self.ranks % self.tensor:
             raise ValueError(f"tensor = {self.tensor} does not divide ranks = {self.ranks}")
+        if self.ranks % (self.tensor * self.context):
+            raise ValueError(f"context = {self.context} x tensor = {self.tensor} does not divide ranks = {self.ranks}")
         if self.experts > 1 and (self.ranks % self.experts or self.experts % self.tensor):
             raise ValueError(
                 f"experts = {self.experts} must divide ranks = {self.ranks} and be a multiple of tensor = {self.tensor}")

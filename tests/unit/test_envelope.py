@@ -32,9 +32,22 @@ def test_memory_by_hand() -> None:
     assert taken.activations < kept / 10
 
 
+def test_ranks_that_share_a_sequence_divide_what_grows_with_it() -> None:
+    """Logits by all of them; eager attention keeps T² for each head, of which a rank has its part."""
+    model, alone, shared = MODELS["gpt-oss-120b"], Mesh(32, 16, 16384), Mesh(32, 16, 16384, context=8)
+    one, other = memory(model, alone), memory(model, shared)
+    assert one.scores == pytest.approx(2 * 16384**2 * 64 * 4 / GIB) and other.scores == pytest.approx(one.scores / 8)
+    assert other.logits == pytest.approx(one.logits / 8) and other.state == one.state
+    assert memory(MODELS["glm-4.5"], alone).scores == 0
+    sent = 2 * 2 * 2048 * 8 * 96 * 128 / GIB
+    per_token = 2 * 2048 * (92 * 5120 + 2 * (10 * 5120 + 4 * 96 * 128 + 8 * (2 * 5120 + 3 * 1536) + 3 * 1536)) / GIB
+    assert memory(MODELS["glm-4.5"], shared).activations == pytest.approx(per_token + sent)
+
+
 @pytest.mark.parametrize(("name", "mesh", "told"), [
     ("qwen3-30b-a3b", Mesh(24, 24, 4096), "do not divide"),
     ("qwen3-30b-a3b", Mesh(8, 8, 65536), "most of it logits"),
+    ("qwen3-30b-a3b", Mesh(48, 16, 4096, context=24), "context = 24 does not divide"),
     ("deepseek-v3", Mesh(128, 128, 4096), "of host memory a node"),
     ("qwen3-30b-a3b", Mesh(8, 8, 4096, gpu_gib=80, recompute=False), "GiB of 80"),
 ])

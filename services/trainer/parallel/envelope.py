@@ -3,13 +3,17 @@
     python -m services.trainer.parallel.envelope --model qwen3-235b-a22b --length 32768 --ranks 64 --experts 64 [--gpu-gib 141]
     python -m services.trainer.parallel.envelope --table          the tables of docs/envelope.md
 
-Axes: P parameters, H hidden, L layers, T tokens of a micro-batch, K experts per token, V vocabulary, R ranks.
+Axes: P parameters, H hidden, L layers, T tokens of a micro-batch, K experts per token, V vocabulary, R ranks, C ranks that
+share a sequence (trainer.parallel.context), each with t = T / C tokens.
 
     state        (2 weight + 2 gradient + 12 master and moments) · P / R           bfloat16 with float32 masters
     gathered     2 · 2 · (P_dense / L + P_experts / L / experts)                   two layers in flight, weight and gradient
-    activations  2 · T · (L · H + 2 A) with trainer.parallel.recompute, else 2 · T · L · A, where
-                 A = 10 H + 4 Q + K · (2 H + 3 I) + shared · 3 I                    of a layer; flash attention keeps no T²
-    logits       (2 + 4 + 4) · T · V                                               logits, their softmax and its gradient
+    activations  2 · t · (L · H + 2 A) with trainer.parallel.recompute, else 2 · t · L · A, where
+                 A = 10 H + 4 Q + K · (2 H + 3 I) + shared · 3 I                    of a layer; with C > 1, which sends
+                 and receives heads, 12 Q instead of 4 Q
+    scores       2 · T² · heads / C · (4 with recompute, else 4 + L) for families that only have transformers' eager attention
+                 (gpt-oss); the others' kernels keep no T²
+    logits       (2 + 4 + 4) · t · V                                               logits, their softmax and its gradient
     exchange     DeepEP's buffer (deep_ep_checks.buffer_bytes), or the rows of one layer three times
 
 Q is heads · head size, I the width of an expert. `reserve` is kept for the allocator, NCCL and the CUDA context. Proven is what
@@ -21,7 +25,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from services.trainer.parallel.deep_ep_checks import Demand, buffer_bytes, problems
 
@@ -47,6 +51,7 @@ class Model:
     vocabulary: int
     total: float  # parameters
     note: str = ""
+    eager: bool = False  # no fused attention in transformers: scores of T² are kept
 
     @property
     def expert_parameters(self) -> float:
@@ -63,7 +68,7 @@ MODELS = {m.name: m for m in (
     Model("kimi-k2", "deepseek_v3", 7168, 61, 1, 64, 192, 384, 8, 2048, 1, 163_840, 1040e9,
           "published in FP8: convert to bfloat16 first"),
     Model("gpt-oss-120b", "gpt_oss", 2880, 36, 0, 64, 64, 128, 4, 2880, 0, 201_088, 117e9,
-          "published in MXFP4: convert to bfloat16 first; pad_hidden for DeepEP"),
+          "published in MXFP4: convert to bfloat16 first; pad_hidden for DeepEP", eager=True),
 )}
 
 
@@ -79,6 +84,12 @@ class Mesh:
     exchange: str = "deep_ep"
     recompute: bool = True
     host_gib: int = 2048  # memory of a node
+    context: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """Of the longest sample, on one rank."""
+        return -(-self.length // self.context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,26 +99,30 @@ class Memory:
     state: float
     gathered: float
     activations: float
+    scores: float
     logits: float
     exchange: float
 
     @property
     def total(self) -> float:
-        return self.state + self.gathered + self.activations + self.logits + self.exchange + RESERVE_GIB
+        return sum(getattr(self, name) for name in PARTS) + RESERVE_GIB
+
+
+PARTS = tuple(field.name for field in fields(Memory))
 
 
 def demand(model: Model, mesh: Mesh) -> Demand:
     """What the exchange is asked for."""
     return Demand(
-        model.experts, model.top_k, model.hidden, mesh.experts, mesh.ranks_per_node, max_tokens=min(8192, mesh.length),
+        model.experts, model.top_k, model.hidden, mesh.experts, mesh.ranks_per_node, max_tokens=min(8192, mesh.tokens),
         pad_hidden=bool(model.hidden % 256))
 
 
 def memory(model: Model, mesh: Mesh) -> Memory:
     """By the formulas on top."""
     dense = model.total - model.expert_parameters
-    tokens, layers = mesh.length, model.layers
-    inner = 10 * model.hidden + 4 * model.heads * model.head_size + (
+    tokens, layers = mesh.tokens, model.layers
+    inner = 10 * model.hidden + (12 if mesh.context > 1 else 4) * model.heads * model.head_size + (
         model.top_k * (2 * model.hidden + 3 * model.width) + model.shared * 3 * model.width)
     per_token = layers * model.hidden + 2 * inner if mesh.recompute else layers * inner
     rows = 3 * 2 * tokens * model.hidden * min(model.top_k, mesh.experts)
@@ -115,6 +130,7 @@ def memory(model: Model, mesh: Mesh) -> Memory:
         16 * model.total / mesh.ranks / GIB,
         4 * (dense / layers + model.expert_parameters / (layers - model.dense_layers) / mesh.experts) / GIB,
         2 * tokens * per_token / GIB,
+        2 * mesh.length**2 * model.heads / mesh.context * (4 if mesh.recompute else 4 + layers) / GIB if model.eager else 0.0,
         10 * tokens * model.vocabulary / GIB,
         (buffer_bytes(demand(model, mesh)) if mesh.exchange == "deep_ep" else rows) / GIB)
 
@@ -123,6 +139,8 @@ def verdict(model: Model, mesh: Mesh) -> tuple[str, str]:
     """(plausible or refused, why)."""
     if mesh.ranks % mesh.experts or model.experts % mesh.experts:
         return "refused", f"{model.experts} experts over {mesh.experts} of {mesh.ranks} ranks do not divide"
+    if mesh.ranks % mesh.context or model.heads % mesh.context:
+        return "refused", f"context = {mesh.context} does not divide {mesh.ranks} ranks and {model.heads} heads"
     if mesh.exchange == "deep_ep" and (found := problems(demand(model, mesh))):
         return "refused", "; ".join(found)
     whole = 2 * model.total * min(mesh.ranks, mesh.ranks_per_node) / GIB
@@ -136,12 +154,15 @@ def verdict(model: Model, mesh: Mesh) -> tuple[str, str]:
 
 
 def fewest_ranks(model: Model, length: int, gpu_gib: int, most: int = 1024) -> Mesh | None:
-    """The smallest mesh of whole nodes, experts as widely spread as they divide, on which the memory of the GPUs suffices."""
+    """The smallest mesh of whole nodes on which the memory of the GPUs suffices, experts as widely spread as they divide and
+    sequences shared by as few ranks of a node as it takes.
+    """
     ranks = 8
     while ranks <= most:
-        mesh = Mesh(ranks, _widest(model, ranks), length, gpu_gib)
-        if memory(model, mesh).total <= gpu_gib and not problems(demand(model, mesh)):
-            return mesh
+        for context in (1, 2, 4, 8):
+            mesh = Mesh(ranks, _widest(model, ranks), length, gpu_gib, context=context)
+            if memory(model, mesh).total <= gpu_gib and not model.heads % context and not problems(demand(model, mesh)):
+                return mesh
         ranks *= 2
     return None
 
@@ -152,28 +173,28 @@ def _widest(model: Model, ranks: int) -> int:
 
 
 def _largest(taken: Memory) -> str:
-    parts = {name: getattr(taken, name) for name in ("state", "gathered", "activations", "logits", "exchange")}
+    parts = {name: getattr(taken, name) for name in PARTS}
     name = max(parts, key=lambda n: parts[n])
     remedy = {"state": "more ranks", "gathered": "more expert ranks", "exchange": "a smaller max_tokens"}.get(
-        name, "shorter samples, or recompute: context parallelism is not there yet")
+        name, "more context, recompute, or shorter samples")
     return f"most of it {name} ({parts[name]:.0f} GiB); {remedy}"
 
 
 def table(gpu_gib: int = 141) -> str:
     """Markdown: for each model and length the smallest mesh, memory by part, and the verdict."""
     lines = [
-        "| model | length | ranks · experts | state | gathered | activations | logits | exchange | total GiB | verdict |",
-        "|---|---|---|---|---|---|---|---|---|---|"]
+        f"| model | length | ranks · experts · context | {' | '.join(PARTS)} | total GiB | verdict |",
+        "|---|---|---|---|---|---|---|---|---|---|---|"]
     for model in MODELS.values():
         for length in (4096, 16384, 65536):
             mesh = fewest_ranks(model, length, gpu_gib)
             if mesh is None:
-                taken = memory(model, Mesh(1024, _widest(model, 1024), length, gpu_gib))
-                lines.append(f"| {model.name} | {length} | none to 1024 |" + " |" * 6 + f" refused: {_largest(taken)} |")
+                taken = memory(model, Mesh(1024, _widest(model, 1024), length, gpu_gib, context=8))
+                lines.append(f"| {model.name} | {length} | none to 1024 |" + " |" * 7 + f" refused: {_largest(taken)} |")
                 continue
             m, (word, why) = memory(model, mesh), verdict(model, mesh)
-            figures = " | ".join(f"{v:.1f}" for v in (m.state, m.gathered, m.activations, m.logits, m.exchange, m.total))
-            lines.append(f"| {model.name} | {length} | {mesh.ranks} · {mesh.experts} | {figures} | "
+            figures = " | ".join(f"{v:.1f}" for v in (*(getattr(m, name) for name in PARTS), m.total))
+            lines.append(f"| {model.name} | {length} | {mesh.ranks} · {mesh.experts} · {mesh.context} | {figures} | "
                          + (word if word == "plausible" else f"{word}: {why}") + " |")
     return "\n".join(lines)
 
@@ -186,6 +207,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--length", type=int, default=16384, help="tokens of the longest sample")
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--experts", type=int, default=64)
+    parser.add_argument("--context", type=int, default=1, help="trainer.parallel.context")
     parser.add_argument("--gpu-gib", type=int, default=141)
     parser.add_argument("--keep-activations", action="store_true", help="trainer.parallel.recompute = false")
     parser.add_argument("--exchange", choices=("deep_ep", "hierarchical", "flat"), default="deep_ep")
@@ -194,9 +216,10 @@ def main(arguments: list[str]) -> int:
         print(table(given.gpu_gib))
         return 0
     model, mesh = MODELS[given.model], Mesh(
-        given.ranks, given.experts, given.length, given.gpu_gib, exchange=given.exchange, recompute=not given.keep_activations)
+        given.ranks, given.experts, given.length, given.gpu_gib, exchange=given.exchange, recompute=not given.keep_activations,
+        context=given.context)
     taken, (word, why) = memory(model, mesh), verdict(model, mesh)
-    for name in ("state", "gathered", "activations", "logits", "exchange"):
+    for name in PARTS:
         print(f"{name:12s}{getattr(taken, name):8.1f} GiB")
     print(f"{'reserve':12s}{RESERVE_GIB:8.1f} GiB\n{word}: {why}" + (f"\nnote: {model.note}" if model.note else ""))
     return int(word == "refused")
