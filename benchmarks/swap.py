@@ -11,7 +11,7 @@ publish_to_swap_over_copy   time to write the bytes durably to a file, read them
                         trainer's tensors to an engine that has loaded and proved them: manifest, checksums, probes
 patched_over_complete   the same way for a version that is a patch, over a complete one: what a patch saves or costs on a local
                         disk; over a network it moves `patch_share` of the bytes
-s3_put_over_obstore     time of obstore (Rust) to put an object into a sink that forgets it, over ours; where it is installed
+s3_put_over_obstore     time of obstore (Rust) to put an object over TLS into a sink that forgets it, over ours; if installed
 pause_*_ms              how long decoding stands still for a swap on the demo's model, by policy of the KV cache
 tax_*                   tokens per second without swaps over those with a swap every 32 decode steps
 """
@@ -22,7 +22,10 @@ import argparse
 import asyncio
 import contextlib
 import os
+import shutil
+import ssl
 import statistics
+import subprocess
 import tempfile
 import threading
 import time
@@ -184,9 +187,22 @@ def _swapping(rounds: int) -> dict[str, float]:
     return figures
 
 
+def _self_signed(folder: Path) -> tuple[Path, Path]:
+    """(certificate, key) of 127.0.0.1"""
+    certificate, key = folder / "certificate.pem", folder / "key.pem"
+    subprocess.run([
+        "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", "/CN=localhost",
+        "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    return certificate, key
+
+
 @contextlib.asynccontextmanager
 async def _sink() -> AsyncIterator[str]:
-    """An S3 endpoint in a thread of its own that takes objects and forgets them."""
+    """An S3 endpoint with TLS, as S3 has it, in a thread of its own, that takes objects and forgets them."""
+    folder = Path(tempfile.mkdtemp())
+    certificate, key = _self_signed(folder)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
     ready, stop = threading.Event(), threading.Event()
     address: list[str] = []
 
@@ -206,10 +222,10 @@ async def _sink() -> AsyncIterator[str]:
         app.router.add_route("*", "/{path:.*}", take)
         runner = web.AppRunner(app)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context)
         await site.start()
         host, port = runner.addresses[0][:2]
-        address.append(f"http://{host}:{port}")
+        address.append(f"https://{host}:{port}")
         ready.set()
         await asyncio.to_thread(stop.wait)
         await runner.cleanup()
@@ -217,11 +233,14 @@ async def _sink() -> AsyncIterator[str]:
     thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
     thread.start()
     ready.wait(10)
+    os.environ["AWS_CA_BUNDLE"] = str(certificate)
     try:
         yield address[0]
     finally:
+        del os.environ["AWS_CA_BUNDLE"]
         stop.set()
         thread.join(5)
+        shutil.rmtree(folder)
 
 
 async def _putting(rounds: int) -> dict[str, float]:
@@ -235,7 +254,8 @@ async def _putting(rounds: int) -> dict[str, float]:
     os.environ |= {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
     data, ratios = os.urandom(SINK_BYTES), []
     async with _sink() as endpoint, open_s3("bucket", "", endpoint, "us-east-1") as ours:
-        theirs = Obstore("bucket", endpoint=endpoint, region="us-east-1", client_options={"allow_http": True})
+        theirs = Obstore("bucket", endpoint=endpoint, region="us-east-1", unsigned_payload=True,
+                         client_options={"allow_invalid_certificates": True})
         for n in range(rounds):
             started = time.perf_counter()
             await theirs.put_async(f"object-{n}", data)
