@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from google.protobuf import json_format
 
 from slipstream.errors import Conflict, InvalidInput
+from slipstream.formats import known
 from slipstream.objects import ObjectStore
 from slipstream.protos.types.v1 import policy_pb2
 from slipstream.tensors import RawTensor as RawTensor  # also known from here: tensors of versions
@@ -151,7 +152,7 @@ async def read_manifest(store: ObjectStore, version: policy_pb2.PolicyVersion, r
 def manifest_of(text: bytes, key: str) -> Manifest:
     """A manifest from its bytes, for audits: without a PolicyVersion nothing proves whose it is. Raises InvalidInput."""
     try:
-        return _parse(json.loads(text))
+        return _parse(json.loads(text), key)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidInput(f"{key} is not a manifest: {error!r}", "MANIFEST_FORMAT", key=key) from None
 
@@ -280,20 +281,21 @@ def _plain(entry: TensorEntry | FileEntry) -> dict[str, Any]:
     return {name: getattr(entry, name) for name in entry.__slots__}
 
 
-def _parse(data: dict[str, Any]) -> Manifest:
-    if data["format"] != FORMAT:
-        raise ValueError(f"format {data['format']} is not {FORMAT}")
+def _parse(data: dict[str, Any], key: str) -> Manifest:
+    known(key, data["format"], FORMAT)
     files = {name: FileEntry(f["key"], f["size"], f["crc32c"]) for name, f in data["files"].items()}
-    base = FileEntry(data["base"]["key"], data["base"]["size"], data["base"]["crc32c"]) if data["base"] else None
-    parent = json_format.ParseDict(data["parent"], policy_pb2.PolicyVersion()) if data["parent"] else None
+    base = data.get("base")  # what is absent was added after the manifest was written
+    base = FileEntry(base["key"], base["size"], base["crc32c"]) if base else None
+    parent = data.get("parent")
+    parent = json_format.ParseDict(parent, policy_pb2.PolicyVersion(), ignore_unknown_fields=True) if parent else None
     probes = None
-    if data["probes"]:
+    if data.get("probes"):
         from slipstream.probes import Probes
 
         probes = Probes.parse(data["probes"])
     return Manifest(
         data["run"], data["number"], data["step"], data["incarnation"], data["writer"], base, _entries(data), files, parent,
-        data["full"], probes)
+        data.get("full", data["number"]), probes)
 
 
 def _entries(data: dict[str, Any]) -> tuple[TensorEntry, ...]:

@@ -11,7 +11,7 @@ from google.rpc import status_pb2
 from services.buffer.changes import Changes
 from services.buffer.ledger import Grant, Lease, Ledger, Outcome, ScoringGrant, Version
 from slipstream import seeds
-from slipstream.errors import Conflict, Fenced, InvalidInput, SlipstreamError, to_status
+from slipstream.errors import ConfigError, Conflict, Fenced, InvalidInput, SlipstreamError, to_status
 from slipstream.protos.types.v1 import policy_pb2, sample_pb2
 from slipstream.telemetry import BufferMetrics
 
@@ -133,6 +133,8 @@ async def forever(interval_s: float, work: Callable[[], Any], sleep: Callable[[f
         try:
             await work()
         except SlipstreamError as error:
+            if error.reason == "LEDGER_SCHEMA":  # callers were told to ask another front; starting this one again is of no use
+                raise ConfigError(error.message, error.reason) from error
             if error.reason not in ("REDIS", "REDIS_FULL", "LEDGER_EMPTY"):
                 raise
         await sleep(interval_s)

@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, NoReturn, Protocol
 
+from slipstream import __version__
 from slipstream.config import RunFile
 from slipstream.errors import ConfigError, Fenced, InvalidInput, NotFound, OutOfRange, Unavailable
+from slipstream.formats import NOTES
 
-SCHEMA = 4
+SCHEMA = 4  # of what is in Redis; a front serves this one alone, see refuse("schema") and refuse("overtaken")
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,10 +347,16 @@ def refuse(code: str, facts: Mapping[str, Any]) -> NoReturn:
             "call ReserveVersion first", "NOT_RESERVED", **facts)
     if code == "no_version":
         raise NotFound(f"version {facts['number']} is not kept; list the versions and take a newer one", "NO_VERSION", **facts)
+    if code == "overtaken":
+        raise Unavailable(
+            f"the ledger of run {facts['run']} has schema {facts['found']} now, this front knows {facts['known']}: another "
+            "release has taken it over, and this front ends; ask the others", "LEDGER_SCHEMA", retry_s=1, **facts)
     if code == "schema":
+        newer = isinstance(facts["found"], int) and facts["found"] > facts["known"]
         raise ConfigError(
-            f"ledger schema {facts['found']} of run {facts['run']} is not {facts['known']}: "
-            "use the release that wrote it, or a new run.name")
+            f"the ledger of run {facts['run']} has schema {facts['found']}, release {__version__} knows {facts['known']}: " + (
+                "a newer release wrote it, use that one" if newer else
+                f"an older release wrote it, finish the run with that one or see {NOTES}"), "LEDGER_SCHEMA")
     if code == "shape":
         raise ConfigError(
             f"{facts['field']} = {facts['given']}, but run {facts['run']} was started with {facts['found']}: "

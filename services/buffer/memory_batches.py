@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.buffer.ledger import (
+    SCHEMA,
     Balance,
     BatchedGroup,
     Composition,
@@ -36,6 +37,8 @@ class MemoryBatches:
         if not self._state.meta:
             self._create()
             refuse("unopened", {"run": self.rules.run})
+        if (found := self._state.meta["schema"]) != SCHEMA:
+            refuse("overtaken", {"found": found, "known": SCHEMA, "run": self.rules.run})
         return self._state
 
     def _create(self) -> None:

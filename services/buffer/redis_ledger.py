@@ -62,7 +62,7 @@ class RedisLedger:
             observe: Callable[[str, float], None] = lambda name, seconds: None) -> None:
         self.rules = rules
         self.on_change: OnChange = lambda topics: None
-        self._scripts = Scripts(client, rules.run, dataclasses.asdict(rules))
+        self._scripts = Scripts(client, rules.run, {**dataclasses.asdict(rules), "schema": SCHEMA})
         self._observe = observe  # told of each script and its time in seconds
         self._now_ms = now_ms or (lambda: 0)
         self._cursor: TaskCursor | None = None
@@ -290,6 +290,8 @@ class RedisLedger:
             await self._open()
             refuse("unopened", {"run": self.rules.run})
         meta: dict[str, Any] = {k.decode(): int(v) for k, v in raw.items() if k != b"lineage"}
+        if meta["schema"] != SCHEMA:
+            refuse("overtaken", {"found": meta["schema"], "known": SCHEMA, "run": self.rules.run})
         return balance_of({**meta, "ready": ready}, self.rules)
 
     async def holders(self) -> Holders:

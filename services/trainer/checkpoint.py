@@ -33,7 +33,7 @@ from torch.distributed import ProcessGroup
 
 from services.trainer import shards
 from services.trainer.snapshot import PARTS, Allocate, Snapshot, whole
-from slipstream import logs
+from slipstream import formats, logs
 from slipstream.errors import Conflict, Fenced, InvalidInput, NotFound, OutOfRange
 from slipstream.objects import ObjectStore
 
@@ -93,7 +93,7 @@ class Checkpoints:
         except NotFound:
             self._pointer, self._tag = Pointer(self._run, 0), None
             return self._pointer
-        self._pointer = Pointer(**fields)
+        self._pointer = _pointer(fields)
         if self._pointer.run != self._run:
             raise InvalidInput(
                 f"{POINTER} belongs to run {self._pointer.run!r}, not {self._run!r}; set another objects.url", "RUN")
@@ -168,6 +168,8 @@ class Checkpoints:
             try:
                 return await self._read(name, allocate)
             except (NotFound, InvalidInput, OutOfRange) as error:
+                if error.reason == "FORMAT":  # not damage: an older one would be before the last commit
+                    raise
                 log.error(f"checkpoint {name} cannot be used: {error.message}", checkpoint=name)
         raise InvalidInput(
             f"none of {len(names)} checkpoints is whole ({', '.join(names)}); restore one, or take a new run.name",
@@ -187,9 +189,11 @@ class Checkpoints:
     async def _manifest(self, name: str) -> tuple[Header, shards.Description]:
         key = f"{name}/manifest.json"
         fields, _ = await self._unsealed(key)
-        if fields["format"] != FORMAT or fields["run"] != self._run or fields["name"] != name:
-            raise InvalidInput(f"{key} is of another format, run or checkpoint", "CHECKPOINT_MANIFEST")
-        return Header(**{f.name: fields.pop(f.name) for f in dataclasses.fields(Header)}), fields
+        formats.known(key, fields.get("format"), FORMAT)
+        if fields["run"] != self._run or fields["name"] != name:
+            raise InvalidInput(f"{key} is of another run or checkpoint", "CHECKPOINT_MANIFEST")
+        names = [f.name for f in dataclasses.fields(Header) if f.name in fields]  # a later release may have added some
+        return Header(**{name: fields.pop(name) for name in names}), fields
 
     async def _unsealed(self, key: str) -> tuple[dict[str, Any], str]:
         """Contents and tag. Read again before damage is believed: it may have happened on the way."""
@@ -220,7 +224,7 @@ class Checkpoints:
                 break
             except Conflict as error:
                 fields, tag = await self._unsealed(POINTER)
-                seen = Pointer(**fields)
+                seen = _pointer(fields)
                 if seen.incarnation > pointer.incarnation:
                     raise Fenced(
                         f"trainer incarnation {seen.incarnation} has taken over from {pointer.incarnation}; this one stops",
@@ -248,6 +252,11 @@ def unsealed(key: str, data: bytes) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         problem = repr(error)
     raise InvalidInput(f"{key} is damaged: {problem}; restore it, or take a new run.name", "CHECKPOINT_JSON", key=key)
+
+
+def _pointer(fields: dict[str, Any]) -> Pointer:
+    """A pointer, of whatever release: what a later one added is passed over."""
+    return Pointer(**{f.name: fields[f.name] for f in dataclasses.fields(Pointer) if f.name in fields})
 
 
 def _name(key: str) -> str:

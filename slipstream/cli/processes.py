@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -55,6 +56,7 @@ class Death:
     lived_s: float
     served: bool
     last_words: str
+    asked: bool = False  # it stopped in order because somebody sent it SIGTERM or SIGINT, not because it was finished
 
     @property
     def sentence(self) -> str:
@@ -120,7 +122,8 @@ class Process:
         served = self.serving
         if self.command.registration is not None:
             self.command.registration.unlink(missing_ok=True)
-        return Death(code, time.monotonic() - self._born, served, last_words(self.command.log, self._log_start))
+        log, start = self.command.log, self._log_start
+        return Death(code, time.monotonic() - self._born, served, last_words(log, start), asked_to_stop(log, start))
 
     @property
     def serving(self) -> bool:
@@ -167,17 +170,30 @@ class Process:
                 return
 
 
-def last_words(log: Path, start: int = 0) -> str:
-    """The last error in a log of JSON lines, from byte `start` on, in one line; else its last line."""
+def asked_to_stop(log: Path, start: int = 0) -> bool:
+    """Whether a log, from byte `start` on, ends with the end of a stop that a signal began: see slipstream/lifecycle.py."""
+    for line in reversed(_tail(log, start)):
+        with contextlib.suppress(json.JSONDecodeError, AttributeError):
+            record = json.loads(line)
+            if record.get("message") == "stopped":
+                return record.get("reason") in ("SIGTERM", "SIGINT")
+    return False
+
+
+def _tail(log: Path, start: int) -> list[str]:
     try:
         with log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(start, size - 65536))
-            lines = file.read().decode(errors="replace").splitlines()
+            return file.read().decode(errors="replace").splitlines()
     except FileNotFoundError:
-        return ""
+        return []
+
+
+def last_words(log: Path, start: int = 0) -> str:
+    """The last error in a log of JSON lines, from byte `start` on, in one line; else its last line."""
     words = ""
-    for line in reversed(lines):
+    for line in reversed(_tail(log, start)):
         if not line.strip():
             continue
         try:

@@ -9,7 +9,7 @@ It owns no state of the run: everything durable is in Redis and the object store
 buffer, so it may be killed and started again at any time. `guard.py` ends the processes of a killed supervisor.
 
 Exit codes of services: 0 = done, 2 = configuration error and 3 = fenced by a newer process (stop the run and say the service's
-last words), anything else = start it again.
+last words), anything else = start it again; and so is what ended with 0 because somebody else asked it to (`kill PID`).
 """
 
 from __future__ import annotations
@@ -188,12 +188,13 @@ class Supervisor:
         return True
 
     async def _after(self, process: Process, death: Death) -> None:
-        """What follows a death: the end of the run, a rest, or a restart after a delay."""
-        if death.code == 0 and process.service == "trainer":
+        """What follows a death: the end of the run, a rest, or a restart, mostly after a delay."""
+        asked = death.code == 0 and death.asked  # as a pod that is deleted: another follows, with the code that is there now
+        if death.code == 0 and not asked and process.service == "trainer":
             process.state = "finished"
             self._end(Ending("finished"))
             return
-        if death.code == 0 and process.service in ("rollout", "reward"):
+        if death.code == 0 and not asked and process.service in ("rollout", "reward"):
             process.state = "finished"
             self._change()
             await self._unless_stopping(process.wanted.wait())
@@ -203,14 +204,15 @@ class Supervisor:
             words = death.last_words or f"{process.instance} exited with {death.code}; its log is {process.command.log}"
             self._end(Ending("failed", words, CONFIGURATION_ERROR if death.code == CONFIGURATION_ERROR else 1))
             return
-        delay_s = process.judge(death)
+        delay_s = 0.0 if asked else process.judge(death)
         if delay_s is None:
             self._end(Ending("failed", f"{process.instance} died {process.quick_deaths} times in a row and was given up: it "
                              f"{death.sentence}; its log is {process.command.log}", 1))
             return
         process.restarts += 1
         process.state = "backing off"
-        self.say(f"{process.instance} {death.sentence}; starting it again in {delay_s:g} s (restart {process.restarts})")
+        sentence = "was asked to stop" if asked else death.sentence
+        self.say(f"{process.instance} {sentence}; starting it again in {delay_s:g} s (restart {process.restarts})")
         if process.service in ("trainer", "buffer", "redis"):  # there may be work again for workers that had finished
             for other in self.processes:
                 if other.state == "finished":

@@ -9,10 +9,11 @@ import pytest
 import yaml
 
 from services.trainer.parallel.fabric import INSTANCES, preset
-from tests.charts.rendering import HELM, PRESETS, Manifest, main_container, of_kind, pods, render
+from tests.charts.rendering import HELM, PRESETS, ROOT, Manifest, main_container, of_kind, pods, render
 
 FABRIC = [name for chart, name in PRESETS if chart == "trainer" and name.startswith("p")]
 POOLS = {chart: [name for other, name in PRESETS if other == chart and name != "dev"] for chart in ("rollout", "trainer")}
+NO_KEYS = {"order", "task", "warmup", "ready", "runs"}  # words with a slash in the code that are no folder of the object store
 
 
 def instance_type(pod: Manifest) -> str:
@@ -164,8 +165,10 @@ def allowed(role: str, action: str) -> set[str]:
 
 
 def test_roles_in_s3_are_least_privilege() -> None:
-    """Only the trainer writes versions and checkpoints; nobody deletes from the batch log; reward workers need nothing."""
-    assert allowed("trainer", "s3:PutObject") == {"versions", "files", "checkpoints", "probe"}
+    """Only the trainer writes versions, their bases and checkpoints; nobody deletes from the batch log; reward workers need nothing.
+    """
+    assert allowed("trainer", "s3:PutObject") == {"versions", "files", "bases", "checkpoints", "probe"}
+    assert allowed("rollout", "s3:GetObject") == {"versions", "files", "bases", "routes"}
     assert allowed("buffer", "s3:PutObject") == {"batches", "spill", "ledger", "probe"}
     assert allowed("buffer", "s3:DeleteObject") == {"spill", "ledger", "probe"}
     assert allowed("rollout", "s3:PutObject") == {"routes"} and not allowed("rollout", "s3:DeleteObject")
@@ -175,6 +178,15 @@ def test_roles_in_s3_are_least_privilege() -> None:
     bucket = json.loads((HELM / "cluster/iam/bucket.json").read_text())
     denied = {r.split("/PREFIX/")[1] for s in bucket["Statement"] for r in s["Resource"] if "/PREFIX/" in r}
     assert denied == {f"{folder}/*" for folder in allowed("trainer", "s3:PutObject") - {"probe"}}
+
+
+def test_every_folder_that_the_code_writes_to_is_in_a_policy() -> None:
+    """A key whose first folder no role may write works on a laptop and is refused in S3."""
+    named = {
+        folder for package in ("slipstream", "services") for path in (ROOT / package).rglob("*.py")
+        for folder in re.findall(r'f?"([a-z]+)/(?:"|\{|<)', path.read_text())}
+    written = {folder for role in ("trainer", "buffer", "rollout") for folder in allowed(role, "s3:PutObject")}
+    assert named - NO_KEYS == written, "a folder of the object store that no policy knows, or a word for NO_KEYS"
 
 
 def test_pools_in_values_have_limits() -> None:

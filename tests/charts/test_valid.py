@@ -164,6 +164,18 @@ def test_everything_kubernetes_knows_can_be_set(chart: str) -> None:
     assert workload["metadata"]["annotations"] == {"owner": "me"}
 
 
+@pytest.mark.parametrize(("chart", "kind"), [
+    ("buffer", "StatefulSet"), ("rollout", "DaemonSet"), ("rollout", "LeaderWorkerSet"), ("trainer", "LeaderWorkerSet")])
+def test_whatever_a_chart_starts_is_placed_as_its_service(chart: str, kind: str) -> None:
+    """The small Redis, the image puller, and groups of several nodes, too: where all nodes are tainted they would wait."""
+    found = [pod["spec"] for _, pod in pods(of_kind(render(chart, *FULL[chart], preset=str(EVERYTHING)), kind))]
+    assert found
+    for spec in found:
+        assert spec["tolerations"] == [{"key": "spot"}] and spec["nodeSelector"] == {"pool": "x"}
+        assert spec["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"][0]["weight"] == 3
+        assert spec["priorityClassName"] == "high" and spec["imagePullSecrets"] == [{"name": "pull"}]
+
+
 @pytest.mark.parametrize("chart", SERVICES)
 def test_schema_and_values_name_the_same_keys(chart: str) -> None:
     """What may be set is in values.yaml with its default, and the other way round."""

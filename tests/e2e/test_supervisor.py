@@ -153,6 +153,20 @@ def test_killed_processes_come_back_redis_and_buffer_too(driven: Driven) -> None
     assert "buffer was killed by SIGKILL" in output
 
 
+def test_who_is_asked_to_stop_is_started_again(driven: Driven) -> None:
+    """`kill PID` is how one service gets new code: no end of the run, though the trainer's exit code is 0, and no delay."""
+    driven.write()
+    driven.start()
+    wait_until(driven.all_up)
+    for instance in ("trainer-0", "rollout-0", "reward-0", "buffer"):
+        os.kill(driven.happened("start", instance)[0]["pid"], signal.SIGTERM)
+        wait_until(lambda name=instance: len(driven.happened("start", name)) == 2)
+    driven.signal(signal.SIGTERM)
+    code, output = driven.end()
+    assert code == 0, output
+    assert "trainer-0 was asked to stop; starting it again in 0 s (restart 1)" in output
+
+
 @pytest.mark.parametrize(("said_by_service", "expected"), [(2, 2), (3, 1)])
 def test_what_restarting_cannot_mend_stops_the_run(driven: Driven, said_by_service: int, expected: int) -> None:
     """A configuration error (2) or a fence (3): the run stops, the service's last words are the line that the user sees."""

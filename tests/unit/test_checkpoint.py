@@ -11,7 +11,7 @@ import shutil
 import pytest
 import torch
 
-from services.trainer.checkpoint import FOLDER, POINTER, Checkpoints
+from services.trainer.checkpoint import FOLDER, FORMAT, POINTER, Checkpoints, sealed, unsealed
 from services.trainer.snapshot import PARTS, Snapshot
 from slipstream.errors import Conflict, Fenced, InvalidInput, NotFound
 from slipstream.objects import FileStore
@@ -282,3 +282,21 @@ async def test_another_runs_pointer_is_refused(tmp_path):
     (tmp_path / POINTER).write_text(json.dumps([1]))
     with pytest.raises(InvalidInput, match="damaged"):
         await Checkpoints(FileStore(tmp_path), "test", 2).open()
+
+
+async def test_a_checkpoint_of_another_format_is_named_and_not_stepped_over(tmp_path):
+    """It is no damage: an older checkpoint in its place would be before the last commit. A later release's fields do no harm."""
+    checkpoints = await opened(FileStore(tmp_path))
+    await saved(checkpoints, 1)
+    name = await saved(checkpoints, 2)
+    path = tmp_path / name / "manifest.json"
+    fields = unsealed(str(path), path.read_bytes())
+    path.write_bytes(sealed({**fields, "added_later": 1}))
+    pointer = tmp_path / POINTER
+    pointer.write_bytes(sealed({**unsealed(POINTER, pointer.read_bytes()), "added_later": 1}))
+    assert await resumed(tmp_path) == (2, 2)
+    for number, words in ((FORMAT + 1, "a newer release wrote it"), (FORMAT - 1, "an older release wrote it")):
+        path.write_bytes(sealed({**fields, "format": number}))
+        with pytest.raises(InvalidInput, match=words) as error:
+            await resumed(tmp_path)
+        assert error.value.reason == "FORMAT" and name in error.value.message

@@ -6,7 +6,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from slipstream.config import json_schema, load, parse, settings
+from slipstream.config import RunFile, json_schema, load, parse, settings
+from slipstream.config_sections import Rollout
 from slipstream.errors import ConfigError
 
 MINIMAL = {"run": {"name": "a"}, "model": {"path": "m"}, "environments": [{"name": "e", "entry": "m:C"}]}
@@ -85,6 +86,21 @@ def test_hash_follows_what_workers_must_agree_on():
     assert parse({**MINIMAL, "run": {"name": "a", "steps": 7, "target_reward": 0.5}}).hash == base
     assert parse({**MINIMAL, "run": {"name": "a", "folder": "/x"}, "rollout": {"workers": 9}}).hash == base
     assert parse({**MINIMAL, "trainer": {"learning_rate": 1e-5}}).hash != base
+
+
+def test_hash_is_the_same_in_a_release_that_knows_more_settings():
+    """What nobody set counts for nothing, whether it is written down with its default or not even known; what is set counts."""
+    class LaterRollout(Rollout):
+        added: int = 1
+
+    class Later(RunFile):
+        rollout: LaterRollout = LaterRollout()
+        table: LaterRollout | None = None
+
+    given = {**MINIMAL, "rollout": {"slots": 7}}
+    run = parse(given)
+    assert Later.model_validate(given).hash == parse(run.model_dump(mode="json")).hash == run.hash
+    assert Later.model_validate({**MINIMAL, "rollout": {"slots": 7, "added": 2}}).hash != run.hash
 
 
 def test_schema_accepts_what_the_models_accept():

@@ -1,5 +1,7 @@
 """Policy versions in the object store: what is read is what was written, or an error that says which part is not."""
 
+import json
+
 import numpy as np
 import pytest
 import safetensors
@@ -109,7 +111,7 @@ async def test_a_manifest_of_another_run_or_version_is_refused(store):
 async def test_what_is_not_a_manifest_is_refused(store, text):
     """Whatever the bytes are, the error is InvalidInput and names the key."""
     await store.put("m", text)
-    with pytest.raises(InvalidInput, match="m is not a manifest"):
+    with pytest.raises(InvalidInput, match="m (is not a manifest|has format 2, )"):
         await read_manifest(store, policy_pb2.PolicyVersion(manifest_key="m", manifest_crc32c=checksum(text)))
 
 
@@ -171,3 +173,23 @@ async def test_neighbours_are_fetched_together_up_to_a_bound(store, monkeypatch)
     tensors = await read_tensors(store, manifest)
     assert sizes == [90] * 6 + [60]
     assert [(t.name, bytes(t.data)) for t in tensors] == [(f"t{i:02d}", bytes([i]) * 30) for i in range(20)]
+
+
+async def test_the_manifest_of_the_release_before_is_read_and_that_of_a_later_one_is_named(store, tmp_path):
+    """What was added since has a default; a format number that is not known is no damage, and the remedy is another one."""
+    version = await publish(store)
+    path = tmp_path / version.manifest_key
+    fields = json.loads(path.read_text())
+    for added in ("base", "full", "parent", "probes"):
+        del fields[added]
+
+    async def read(fields):
+        path.write_text(text := json.dumps(fields))
+        version.manifest_crc32c = checksum(text.encode())
+        return await read_manifest(store, version, "demo")
+
+    manifest = await read({**fields, "added_later": 1})
+    assert (manifest.base, manifest.full, manifest.parent, manifest.probes) == (None, 7, None, None)
+    with pytest.raises(InvalidInput, match="has format 2, release .* reads format 1; a newer release wrote it") as error:
+        await read({**fields, "format": 2})
+    assert error.value.reason == "FORMAT"

@@ -124,6 +124,32 @@ spec:
     {{- include "common.volumes" . | nindent 4 }}
 {{- end -}}
 
+{{/* Where a pod beside the service's own runs, and how its image is fetched: as the service's. */}}
+{{- define "common.placement" -}}
+{{- $v := .Values -}}
+{{- with $v.nodeSelector }}
+nodeSelector:
+  {{- range $name, $value := . }}
+  {{ $name }}: {{ $value | quote }}
+  {{- end }}
+{{- end }}
+{{- with $v.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $v.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $v.priorityClassName }}
+priorityClassName: {{ . | quote }}
+{{- end }}
+{{- with $v.imagePullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
 {{/* What every service process is given; slipstream/service.py reads it. */}}
 {{- define "common.args" -}}
 {{- $v := .Values -}}

@@ -23,6 +23,9 @@ if #flat == 0 and not request.schema then  -- emptied; `open` alone may begin
   return {cjson.encode({refused = 'unopened', facts = {run = rules.run}})}
 end
 for i = 1, #flat, 2 do meta[flat[i]] = tonumber(flat[i + 1]) or flat[i + 1] end
+if not request.schema and meta.schema ~= rules.schema then  -- another release took the ledger over since this front opened it
+  return {cjson.encode({refused = 'overtaken', facts = {found = meta.schema or '?', known = rules.schema, run = rules.run}})}
+end
 local function get(name) return meta[name] or 0 end
 local function set(name, value)
   meta[name] = value

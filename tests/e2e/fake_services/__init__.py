@@ -33,6 +33,7 @@ def live() -> None:
         tell(folder, given.instance, "term")
         if not life.get("ignore_term"):
             tell(folder, given.instance, "end")
+            print(json.dumps({"level": "info", "message": "stopped", "reason": "SIGTERM"}), file=sys.stderr, flush=True)
             os._exit(0)
 
     signal.signal(signal.SIGTERM, term)
