@@ -46,6 +46,7 @@ _TABLE = (
     ("environment.v1.EnvironmentService", "Describe", "rollout trainer buffer cli"),
     ("environment.v1.EnvironmentService", "Reset Close", "rollout trainer cli"),  # the trainer's warm-up asks for answers
     ("environment.v1.EnvironmentService", "Step", "rollout cli"),
+    ("weights.v1.WeightService", "ReadRange", "rollout"),
     ("types.v1.StatusService", "GetStatus", _OWN),
 )
 ALLOWED: dict[str, frozenset[str]] = {

@@ -173,7 +173,8 @@ class RunFile(Section):
         services of two releases agree on one run file. `tools/check_release.py` sees to it that defaults stay as they are.
         """
         data = self.model_dump(mode="json", exclude_defaults=True)
-        apart = {"run": ("folder", "steps", "target_reward"), "rollout": ("workers", "python"), "reward": ("workers",)}
+        apart = {"run": ("folder", "steps", "target_reward"), "rollout": ("workers", "python"), "reward": ("workers",),
+                 "objects": ("near",)}
         for section, names in apart.items():
             kept = {name: value for name, value in data.pop(section, {}).items() if name not in names}
             data |= {section: kept} if kept else {}

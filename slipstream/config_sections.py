@@ -222,11 +222,23 @@ class Buffer(Section):
     sample_bytes: PositiveInt = Field(default=65536, description="First estimate of a sample's size, for admission.")
 
 
+class Near(Section):
+    """Where rollout workers look for a policy version's bytes before the object store; see docs/guides/engines.md."""
+
+    cache: str = Field(
+        default="", description="Folder on a disk of the node that its workers share, for what they have read; empty = none."
+    )
+    cache_bytes: PositiveInt = Field(default=64 << 30, description="Most bytes in that folder; what is used least goes first.")
+    server: str = Field(default="", description="host:port of a weight server (python -m services.weights); empty = none.")
+    server_bytes: PositiveInt = Field(default=8 << 30, description="Most bytes that a weight server holds in memory.")
+
+
 class Objects(Section):
     url: str = Field(default="", description="file:///path or s3://bucket/prefix; default: objects/ in the run folder.")
     endpoint: str = Field(default="", description="Endpoint of an S3-compatible store.")
     region: str = Field(default="us-east-1", description="S3 region.")
     keep_versions: PositiveInt = Field(default=3, description="Newest policy versions kept beside those in use.")
+    near: Near = Near()
 
 
 class Service(Section):

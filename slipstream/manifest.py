@@ -19,6 +19,7 @@ those of whole tensors, so whoever reads a patch has proved what it rebuilt.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import uuid
@@ -32,6 +33,7 @@ from slipstream.errors import Conflict, InvalidInput
 from slipstream.formats import known
 from slipstream.objects import ObjectStore
 from slipstream.protos.types.v1 import policy_pb2
+from slipstream.ranges import Source, read_whole
 from slipstream.tensors import RawTensor as RawTensor  # also known from here: tensors of versions
 from slipstream.tensors import TensorEntry as TensorEntry
 from slipstream.tensors import checksum as checksum
@@ -130,14 +132,14 @@ async def write_base(store: ObjectStore, tensors: Sequence[RawTensor]) -> FileEn
     return entry
 
 
-async def read_manifest(store: ObjectStore, version: policy_pb2.PolicyVersion, run: str = "") -> Manifest:
+async def read_manifest(store: Source, version: policy_pb2.PolicyVersion, run: str = "") -> Manifest:
     """The manifest of a version, checked against its checksum and, when given, the run.
 
     Raises NotFound when it is not there, InvalidInput (MANIFEST_*) when it is not what was published.
     """
-    text = await store.get(version.manifest_key)
+    text, whole = await read_whole(store, version.manifest_key, version.manifest_crc32c)
     place = {"version": version.number, "key": version.manifest_key}
-    if checksum(text) != version.manifest_crc32c:
+    if not whole:
         raise InvalidInput(f"{version.manifest_key}: the checksum differs from the published one", "MANIFEST_CHECKSUM", **place)
     manifest = manifest_of(text, version.manifest_key)
     if run and manifest.run != run:
@@ -157,7 +159,7 @@ def manifest_of(text: bytes, key: str) -> Manifest:
         raise InvalidInput(f"{key} is not a manifest: {error!r}", "MANIFEST_FORMAT", key=key) from None
 
 
-async def read_tensors(store: ObjectStore, manifest: Manifest, held: Held | None = None) -> list[RawTensor]:
+async def read_tensors(store: Source, manifest: Manifest, held: Held | None = None) -> list[RawTensor]:
     """Every tensor, in the order of the manifest, each checked against its checksum before anything is returned.
 
     A patch is applied to the parent's tensors: those `held`, or else read first, from the complete version on.
@@ -213,29 +215,30 @@ def _patched_layout(
     for n, entry in enumerate(entries):
         if (tensor := whole.get(entry.name)) is not None:
             entries[n] = replace(
-                entry, dtype=tensor.dtype, shape=tensor.shape, crc32c=checksum(tensor.data), patched=True)
+                entry, dtype=tensor.dtype, shape=tensor.shape, crc32c=checksum(tensor.data), patched=True,
+                stored_crc32c=entry.crc32c)
     return header, ordered, entries
 
 
-async def read_complete(store: ObjectStore, manifest: Manifest) -> list[RawTensor]:
+async def read_complete(store: Source, manifest: Manifest) -> list[RawTensor]:
     """The tensors of the base, if there is one, and those of the version. Raises NotFound, InvalidInput, as `read_tensors`."""
     own = await read_tensors(store, manifest)
     if manifest.base is None:
         return own
-    text = await store.get(manifest.base.key)
-    if len(text) != manifest.base.size or checksum(text) != manifest.base.crc32c:
+    text, whole = await read_whole(store, manifest.base.key, manifest.base.crc32c)
+    if len(text) != manifest.base.size or not whole:
         raise InvalidInput(f"{manifest.base.key}: it is not the base of version {manifest.number}", "MANIFEST_CHECKSUM",
                            version=manifest.number, key=manifest.base.key)
     entries = _entries(json.loads(text))
     return [*await read_entries(store, entries, f"base of version {manifest.number}"), *own]
 
 
-async def read_files(store: ObjectStore, manifest: Manifest) -> dict[str, bytes]:
+async def read_files(store: Source, manifest: Manifest) -> dict[str, bytes]:
     """config.json and tokenizer files by name. Raises NotFound; InvalidInput (FILE_CHECKSUM)."""
     files = {}
     for name, entry in manifest.files.items():
-        data = await store.get(entry.key)
-        if len(data) != entry.size or checksum(data) != entry.crc32c:
+        data, whole = await read_whole(store, entry.key, entry.crc32c)
+        if len(data) != entry.size or not whole:
             raise InvalidInput(
                 f"version {manifest.number}: {name} ({entry.key}) is damaged", "FILE_CHECKSUM",
                 version=manifest.number, file=name)
@@ -249,6 +252,20 @@ async def delete_version(store: ObjectStore, version: policy_pb2.PolicyVersion) 
     await store.delete(f"{folder}/manifest.json")
     for key in await store.list(f"{folder}/"):
         await store.delete(key)
+
+
+async def stored_versions(store: ObjectStore) -> list[tuple[policy_pb2.PolicyVersion, int]]:
+    """Every version of which something is in the store, announced or not, whole or not, and the `full` of its manifest (its
+    own number without one). Number and incarnation are all that is known of a version here."""
+    found: dict[tuple[int, int], int] = {}
+    for key in await store.list("versions/"):
+        number, _, incarnation = key.split("/")[1].partition("-")
+        place = int(number), int(incarnation)
+        found.setdefault(place, place[0])
+        if key.endswith("/manifest.json"):
+            with contextlib.suppress(InvalidInput):  # gone meanwhile, or damaged: no chain hangs on it
+                found[place] = manifest_of(await store.get(key), key).full
+    return [(policy_pb2.PolicyVersion(number=n, incarnation=i), full) for (n, i), full in sorted(found.items())]
 
 
 def weights_hash(tensors: Iterable[TensorEntry]) -> str:
@@ -301,7 +318,8 @@ def _parse(data: dict[str, Any], key: str) -> Manifest:
 def _entries(data: dict[str, Any]) -> tuple[TensorEntry, ...]:
     tensors = tuple(
         TensorEntry(
-            t["name"], t["dtype"], tuple(t["shape"]), t["key"], t["offset"], t["size"], t["crc32c"], t.get("patched", False))
+            t["name"], t["dtype"], tuple(t["shape"]), t["key"], t["offset"], t["size"], t["crc32c"], t.get("patched", False),
+            t.get("stored_crc32c"))
         for t in data["tensors"])
     for t in tensors:
         whole = RawTensor(t.name, t.dtype, t.shape, b"").size

@@ -39,6 +39,7 @@ from slipstream.progress import Progress
 from slipstream.protos.types.v1 import policy_pb2, status_pb2, status_pb2_grpc
 
 SERVICES = ("buffer", "rollout", "reward", "trainer")
+WEIGHTS = "weights"  # the optional weight server: a process like those, in the buffer's role
 DEBUG = "SLIPSTREAM_DEBUG"
 _WRITERS = ("buffer", "trainer")  # services that cannot work on an object store that ignores conditions
 
@@ -93,8 +94,9 @@ def arguments(service: str, argv: Sequence[str] | None = None) -> ServiceArgumen
     for option, port in (("--client-port", found.client_port), ("--health-port", found.health_port)):
         if not 0 <= port < 65536:
             raise ConfigError(f"{option} {port} is not a port: choose 1 to 65535, or 0 for none")
-    buffer = "" if service == "buffer" else found.buffer or run.service.buffer_address
-    if service != "buffer" and not buffer:
+    alone = service in ("buffer", WEIGHTS)
+    buffer = "" if alone else found.buffer or run.service.buffer_address
+    if not alone and not buffer:
         raise ConfigError(f"{service} needs the buffer's address: pass --buffer HOST:PORT or set service.buffer_address")
     redis = _redis_url(found, run) if service == "buffer" else ""
     return ServiceArguments(
@@ -286,7 +288,8 @@ async def open_context(args: ServiceArguments, lifecycle: Lifecycle, clock: Cloc
     """A context with its object store opened and probed. Raises ConfigError."""
     with writable(args.run.folder):
         args.run.folder.mkdir(parents=True, exist_ok=True)
-    credentials = auth_credentials.of(args.run, args.service, args.tls_dir, args.secret_file)
+    role = "buffer" if args.service == WEIGHTS else args.service  # it stands beside the buffer and shows its certificate
+    credentials = auth_credentials.of(args.run, role, args.tls_dir, args.secret_file)
     objects = args.run.objects
     async with open_store(args.run.objects_url, objects.endpoint, objects.region) as store:
         if args.service in _WRITERS:

@@ -133,6 +133,10 @@ class RolloutMetrics(_Group):
         self.swaps = self._counter("swaps", "Weight swaps: loaded, refused, canary (refused by it), failed.", "outcome")
         self.swap_seconds = self._histogram("swap_seconds", "Time without decoding because of a swap.")
         self.fetch_seconds = self._histogram("fetch_seconds", "Time to fetch and verify a policy version, beside decoding.")
+        self.weight_reads = self._counter(
+            "weight_reads", "Byte ranges of versions asked of the node's cache, the weight server, the object store.", "place",
+            "outcome")
+        self.weight_bytes = self._counter("weight_bytes", "Bytes of versions that came from there.", "place")
         self.loaded_step = self._gauge("loaded_step", "Step of the loaded policy version.")
         self.policy_version = self._gauge("policy_version", "Number of the loaded policy version.")
         self.episodes = self._counter("episodes", "Episodes ended: submitted, outdated, failed, handed_back.", "outcome")
@@ -142,6 +146,17 @@ class RolloutMetrics(_Group):
         self.preemptions = self._counter(
             "preemptions", "Requests whose cache the engine threw away: for want of room, or to compute it anew after a swap.")
         self.decode_seconds = self._histogram("decode_seconds", "Time of one decode step.", buckets=_RPC_S)
+
+
+class WeightServerMetrics(_Group):
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry, "weights")
+        self.bytes = self._gauge("bytes", "Bytes of versions held in memory.")
+        self.most_bytes = self._gauge("most_bytes", "Most bytes of versions held in memory or being read.")
+        self.reads = self._counter(
+            "reads", "Byte ranges asked for: hit, joined (being read for somebody else), miss, damaged.", "outcome")
+        self.store_bytes = self._counter("store_bytes", "Bytes read from the object store.")
+        self.sent_bytes = self._counter("sent_bytes", "Bytes sent to readers.")
 
 
 class RewardMetrics(_Group):

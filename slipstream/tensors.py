@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import google_crc32c
-
 from slipstream.errors import InvalidInput, OutOfRange
-from slipstream.objects import ObjectStore, Piece
+from slipstream.objects import Piece
+from slipstream.ranges import Range, Source, Span, read
+from slipstream.ranges import checksum as checksum  # also known from here: of tensors
 
 # Bytes per element, by safetensors' spelling.
 DTYPE_BYTES = {
@@ -54,9 +54,10 @@ class TensorEntry:
     size: int
     crc32c: int  # of the whole tensor
     patched: bool = False
+    stored_crc32c: int | None = None  # of a patch as it is stored; None in versions that were written without
 
 
-async def read_entries(store: ObjectStore, entries: Sequence[TensorEntry], what: str) -> list[RawTensor]:
+async def read_entries(store: Source, entries: Sequence[TensorEntry], what: str) -> list[RawTensor]:
     """Tensors wherever they lie, in the order of `entries`; neighbours are fetched together. `what` is for messages.
 
     Raises NotFound when an object is missing, InvalidInput (TENSOR_CHECKSUM, TENSOR_RANGE) when bytes are wrong.
@@ -65,15 +66,16 @@ async def read_entries(store: ObjectStore, entries: Sequence[TensorEntry], what:
 
     async def fetch(some: list[TensorEntry]) -> list[RawTensor]:
         async with readers:
-            first, last = some[0], some[-1]
-            size = last.offset + last.size - first.offset
             try:
-                data = memoryview(await store.get(first.key, first.offset, size))
+                data, wrong = await read(store, range_of(some))
             except OutOfRange as error:
-                raise InvalidInput(f"{what}: {error.message}", "TENSOR_RANGE", key=first.key) from None
-            if size < READ_BYTES // 8:
-                return _checked(what, some, data)
-            return await asyncio.to_thread(_checked, what, some, data)
+                raise InvalidInput(f"{what}: {error.message}", "TENSOR_RANGE", key=some[0].key) from None
+            if wrong is not None:
+                e = some[wrong]
+                raise InvalidInput(
+                    f"{what}: tensor {e.name} ({e.key}, bytes {e.offset} to {e.offset + e.size}) is damaged",
+                    "TENSOR_CHECKSUM", key=e.key, tensor=e.name)
+            return _cut(some, memoryview(data))
 
     parts = await asyncio.gather(*(fetch(some) for some in _ranges(entries)))
     return [tensor for part in parts for tensor in part]
@@ -115,16 +117,6 @@ def layout(
     return header, ordered, entries
 
 
-def checksum(data: Piece) -> int:
-    """CRC-32C of any buffer. google_crc32c takes only `bytes`: larger buffers go through it in cache-sized copies."""
-    if isinstance(data, bytes):
-        return google_crc32c.value(data)
-    view, crc = memoryview(data).cast("B"), 0
-    for start in range(0, len(view), 1 << 18):
-        crc = google_crc32c.extend(crc, bytes(view[start : start + (1 << 18)]))
-    return crc
-
-
 def _ranges(tensors: Sequence[TensorEntry]) -> list[list[TensorEntry]]:
     """Neighbours in one object, joined up to READ_BYTES."""
     ranges: list[list[TensorEntry]] = []
@@ -138,14 +130,15 @@ def _ranges(tensors: Sequence[TensorEntry]) -> list[list[TensorEntry]]:
     return ranges
 
 
-def _checked(what: str, entries: Sequence[TensorEntry], data: memoryview) -> list[RawTensor]:
-    """Cut one fetched range into tensors and compare their checksums."""
-    tensors = []
-    for e in entries:
-        part = data[e.offset - entries[0].offset :][: e.size]
-        if not e.patched and checksum(part) != e.crc32c:  # a patch is judged by what it rebuilds
-            raise InvalidInput(
-                f"{what}: tensor {e.name} ({e.key}, bytes {e.offset} to {e.offset + e.size}) is damaged",
-                "TENSOR_CHECKSUM", key=e.key, tensor=e.name)
-        tensors.append(RawTensor(e.name, e.dtype, e.shape, part))
-    return tensors
+def range_of(entries: Sequence[TensorEntry]) -> Range:
+    """Neighbouring tensors as one range, a span for each. A patch without a checksum of its own is judged by what it
+    rebuilds."""
+    first, last = entries[0], entries[-1]
+    spans = [Span(e.offset - first.offset, e.size, e.stored_crc32c if e.patched else e.crc32c) for e in entries]
+    return Range(first.key, first.offset, last.offset + last.size - first.offset, tuple(spans))
+
+
+def _cut(entries: Sequence[TensorEntry], data: memoryview) -> list[RawTensor]:
+    """One fetched range as its tensors, sharing its memory."""
+    start = entries[0].offset
+    return [RawTensor(e.name, e.dtype, e.shape, data[e.offset - start : e.offset - start + e.size]) for e in entries]

@@ -39,7 +39,7 @@ def generate(target: Path) -> None:
         shutil.copytree(Path(scratch) / "slipstream", target)
     for path in [*target.rglob("*.py"), *target.rglob("*.pyi")]:
         text = path.read_text()
-        areas = r"(types|buffer|rollout|reward|trainer|environment)"
+        areas = r"(types|buffer|rollout|reward|trainer|environment|weights)"
         if path.suffix == ".pyi":
             text = re.sub(rf"\bslipstream\.{areas}\.v1\b(?=[. ])(?![^\n]*\.proto)", r"slipstream.protos.\1.v1", text)
         else:

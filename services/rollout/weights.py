@@ -17,8 +17,10 @@ from collections.abc import Awaitable, Callable, Sequence
 import grpc
 
 from services.rollout.engine import Engine
+from services.rollout.near import Near, nearest
 from slipstream import logs, rpc
 from slipstream.errors import ConfigError, InvalidInput, NotFound, SlipstreamError, Unavailable, from_rpc_error
+from slipstream.lifecycle import CLOSE
 from slipstream.manifest import FileEntry, Held, Manifest, RawTensor, read_complete, read_files, read_manifest, read_tensors
 from slipstream.probes import Probes
 from slipstream.protos.buffer.v1 import policy_pb2 as pb
@@ -48,6 +50,9 @@ class Weights:
         self._context, self._engine, self._metrics = context, engine, metrics
         self._before_swap, self._changed = before_swap, changed
         self._policy = PolicyServiceStub(context.channel)
+        self._source = nearest(context, metrics)
+        if isinstance(self._source, Near):
+            context.lifecycle.on_stop(CLOSE, self._source.close, "weight server")
         self._pinned = context.run.schedule.pinned
         self._news = asyncio.Event()
         self.newest: PolicyVersion | None = None
@@ -174,21 +179,21 @@ class Weights:
 
     async def _read(self, version: PolicyVersion) -> tuple[Manifest, Sequence[RawTensor]]:
         context = self._context
-        manifest = await read_manifest(context.store, version, context.run.run.name)
+        manifest = await read_manifest(self._source, version, context.run.run.name)
         if self._engine.version is None:
-            return manifest, await read_complete(context.store, manifest)
+            return manifest, await read_complete(self._source, manifest)
         if manifest.base != self._base:
             raise InvalidInput(
                 f"version {version.number} goes on from {manifest.base and manifest.base.key}, this engine was started on "
                 f"{self._base and self._base.key}: start the worker again", "BASE", version=version.number)
-        return manifest, await read_tensors(context.store, manifest, self._held)
+        return manifest, await read_tensors(self._source, manifest, self._held)
 
     def _canary(self, manifest: Manifest) -> Probes | None:
         return manifest.probes if self._context.run.rollout.canary else None
 
     async def _first(self, manifest: Manifest, tensors: Sequence[RawTensor], version: PolicyVersion) -> None:
         """Build the engine. A model that it cannot run is a matter of configuration: starting again does not help."""
-        files = await read_files(self._context.store, manifest)
+        files = await read_files(self._source, manifest)
         try:
             with self._context.waits.on(f"engine: building the model of version {version.number}"):
                 await self._engine.start(files, tensors, version, self._canary(manifest))

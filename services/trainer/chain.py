@@ -4,7 +4,7 @@
 
 A version that the ledger gives up is deleted once no living version of its chain comes after it: whoever joins late reads the
 chain from its start. Memory: the weights of the last version, where patches are made at all (16-bit weights). What a trainer
-that died had kept for others, at most one chain, stays in the store.
+that died had kept for others, or had written and not announced, is found in the store and given up like the rest.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slipstream.errors import NotFound
-from slipstream.manifest import Held, Manifest, RawTensor, read_manifest
+from slipstream.manifest import Held, Manifest, RawTensor, read_manifest, stored_versions
 from slipstream.objects import ObjectStore
 from slipstream.protos.types.v1.policy_pb2 import PolicyVersion
 
@@ -54,6 +54,15 @@ class Chain:
         for old in gone:
             del self._given_up[old.number]
         return gone
+
+    async def give_up_orphans(self, before: int) -> None:
+        """Give up versions in the store, with numbers below `before`, that neither the ledger nor this trainer has named.
+
+        Not right after a start: the ledger lists no version that is void, although somebody may still hold it.
+        """
+        for version, full in await stored_versions(self._store):
+            if version.number < before and not {version.number} & (self._living.keys() | self._given_up.keys()):
+                self._given_up[version.number], self._full[version.number] = version, full
 
     async def _chain_of(self, version: PolicyVersion) -> int:
         if version.number not in self._full:

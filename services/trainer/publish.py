@@ -32,6 +32,7 @@ from slipstream.service import ServiceContext
 
 RPC_TIMEOUT_S = 20.0
 WRITE_TIMEOUT_S = 600.0
+ORPHANS_S = 600.0  # since the start; longer than a reader holds a version that it will never be told of again
 Writing = tuple[int, Sequence[RawTensor], Probes | None]  # step, weights, probes
 
 log = logs.get("trainer.publish")
@@ -56,6 +57,7 @@ class Publisher:
         self._stub: Any = policy_pb2_grpc.PolicyServiceStub(context.channel)
         self._task: asyncio.Task[None] | None = None
         self._chain: Chain | None = None
+        self._orphans_from = self._clock.monotonic() + ORPHANS_S
 
     @property
     def newest(self) -> int:
@@ -90,11 +92,22 @@ class Publisher:
             f"announcing the policy version of step {step}", self._clock)
         self._context.policy_version = version
         self._observe_s(self._clock.monotonic() - started)
+        await self._find_orphans(self._chain, version.number)
         for old in await self._chain.published(version, manifest, tensors, reply.deletable):
             try:
                 await delete_version(self._store, old)
             except SlipstreamError as error:
                 log.warning(f"version {old.number} could not be deleted: {error.message}", version=old.number)
+
+    async def _find_orphans(self, chain: Chain, before: int) -> None:
+        """Once: what a trainer that died left in the store."""
+        if self._clock.monotonic() < self._orphans_from:
+            return
+        try:
+            await chain.give_up_orphans(before)
+            self._orphans_from = float("inf")
+        except SlipstreamError as error:  # the next publication tries again
+            log.warning(f"versions of a former trainer could not be looked for: {error.message}")
 
     async def _write(self, request: Writing, timeout: float) -> tuple[policy_pb2.PolicyVersion, Manifest]:
         """One try under a number of its own: an interrupted one leaves a gap, never a half-written version.

@@ -48,6 +48,7 @@ MATRIX = """
     environment.v1.EnvironmentService/Reset        x      .       x      .         .        .     x
     environment.v1.EnvironmentService/Step         x      .       .      .         .        .     x
     environment.v1.EnvironmentService/Close        x      .       x      .         .        .     x
+    weights.v1.WeightService/ReadRange             x      .       .      .         .        .     .
     types.v1.StatusService/GetStatus               x      x       x      x         .        .     x
 """
 

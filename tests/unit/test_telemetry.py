@@ -12,7 +12,7 @@ from slipstream.errors import ConfigError
 
 GROUPS = [
     telemetry.BufferMetrics, telemetry.RolloutMetrics, telemetry.RewardMetrics, telemetry.TrainerMetrics,
-    telemetry.EnvironmentMetrics]
+    telemetry.EnvironmentMetrics, telemetry.WeightServerMetrics]
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_names_follow_one_scheme(registry):
     """slipstream_<service>_...; times in seconds; a sentence for each; no label that grows with the run."""
     labels = {
         "for_", "method", "code", "service", "version", "python", "kind", "reason", "outcome", "operation", "call", "scorer",
-        "proof", "name", "lag"}
+        "proof", "name", "lag", "place"}
     families = [f for f in registry.collect() if not f.name.startswith("process_")]  # those are prometheus_client's own
     assert len(families) > 50
     for family in families:
