@@ -144,7 +144,7 @@ async def test_four_readers_cost_one_read_and_a_server_that_goes_costs_no_versio
     assert await asyncio.gather(*(read(r, version) for r in readers)) == [EXPECTED] * READERS
     one = TENSORS * SIZE
     assert 0.98 * READERS * one <= without and one <= proxy.sent <= 1.05 * one
-    monkeypatch.setattr(weight_client, "STALL_S", 0.3)
+    monkeypatch.setattr(weight_client, "STALL_S", 1.0)
     for number in (signal.SIGSTOP, signal.SIGKILL):
         server.signal(signal.SIGCONT)
         await goes_in_the_middle(store, server, version, monkeypatch, number)

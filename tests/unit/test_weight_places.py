@@ -357,7 +357,8 @@ async def test_a_server_that_fails_or_lies_costs_a_read_of_the_store(
 ) -> None:
     """Wrong bytes are found by their checksums and counted, as failures are; what the folder keeps afterwards is right. After a
     failure the server is left alone for a while."""
-    monkeypatch.setattr(weight_client, "STALL_S", 0.1)
+    if lie == "hang":
+        monkeypatch.setattr(weight_client, "STALL_S", 0.1)
     version = await written(store)
     lying = LyingServer(store, lie)
     async with rpc.Server("127.0.0.1", 0, [(lying.add, None)], grace_s=0) as server:
