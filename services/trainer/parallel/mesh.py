@@ -26,6 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from services.trainer.optimizer import MasterAdamW, NonFinite
 from services.trainer.parallel import cost
 from services.trainer.parallel.baselines import AllGather, Copies
+from services.trainer.parallel.context_attention import kept
 from services.trainer.parallel.deep_ep import DeepEP
 from services.trainer.parallel.deep_ep_checks import Demand, problems
 from services.trainer.parallel.exchange import ExpertParallel
@@ -124,7 +125,7 @@ def fits(model: Any, settings: config.Parallel) -> None:
 
 def recompute(model: Any) -> None:
     """Layers keep their inputs alone. transformers does so in training mode only; what is inside them stays in evaluation."""
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": kept})
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.training = True
