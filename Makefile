@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
 RUN ?= examples/sort-digits/run.toml
+PREVIOUS ?= last
 VLLM_VENV ?= .venv-vllm
 VLLM_TORCH ?= torch==2.13.0
 
@@ -97,13 +98,14 @@ bench-fabric: $(VENV)/.demo  ## exchanges of tokens on an emulated fabric of two
 test-security: $(VENV)/.test  ## whole runs behind certificates: nightly
 	$(BIN)/python -m pytest -m '' tests/e2e/test_security_run.py
 
-lint: $(VENV)/.test  ## ruff, pyright, import contracts, generated files
+lint: $(VENV)/.test  ## ruff, pyright, import contracts, generated files, what would break the last release
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python tools/generate_protos.py --check
 	$(BIN)/python tools/generate_reference.py --check
 	$(BIN)/python tools/generate_dashboards.py --check
+	$(BIN)/python tools/check_release.py
 
 protos: $(VENV)/.test  ## regenerate slipstream/protos from protos/
 	$(BIN)/python tools/generate_protos.py
@@ -125,10 +127,15 @@ chaos: $(VENV)/.demo  ## kill, stop and cut everything of a run for ten minutes 
 chaos-short: $(VENV)/.demo  ## the same for two minutes, pinned: nightly
 	$(BIN)/python -m benchmarks.chaos --minutes 2 --seed 1 --schedule pinned
 
+# Exit code 3 of the benchmark: a clone without tags and history has nothing to upgrade from, which it says.
+test-upgrade: $(VENV)/.demo  ## a run under faults while each service goes from PREVIOUS (the last release) to this code: nightly
+	$(BIN)/python -m benchmarks.chaos --previous $(PREVIOUS) --order buffer-first --schedule free --minutes 3
+	$(BIN)/python -m benchmarks.chaos --previous $(PREVIOUS) --order trainer-first --schedule pinned --minutes 3
+
 clean:  ## remove the environment, caches and runs
 	rm -rf $(VENV) $(VLLM_VENV) runs .pytest_cache .ruff_cache .hypothesis *.egg-info build
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-.PHONY: test-parallel test-parallel-faults test-gpu bench-fabric demo bench-trl-env vllm-cpu-env test-vllm test test-deps test-fast test-planted test-charts test-monitoring images test-security lint protos docs bench chaos chaos-short clean help
+.PHONY: test-upgrade test-parallel test-parallel-faults test-gpu bench-fabric demo bench-trl-env vllm-cpu-env test-vllm test test-deps test-fast test-planted test-charts test-monitoring images test-security lint protos docs bench chaos chaos-short clean help

@@ -20,6 +20,10 @@ passages over every edge of the state machines that faults can reach (faults/edg
 proportionally less.
 
 `--plant repeat | loss` plants a fault in a service (faults/plants.py): the exit code must not be 0.
+
+`--previous REV` is a rolling upgrade (faults/releases.py): every service starts on that revision, `last` for the last release,
+and while the faults go on one after the other is asked to stop and starts again from the working tree. Every mixture has to
+train. Weights are not compared: two releases may round differently.
 """
 
 from __future__ import annotations
@@ -48,6 +52,7 @@ from benchmarks.faults.edges import counted, exempt
 from benchmarks.faults.injector import STALL_S, Injector, Stalled
 from benchmarks.faults.plants import PLANTS
 from benchmarks.faults.proxy import Http2Answers, Proxy, any_bytes
+from benchmarks.faults.releases import LAST, ORDERS, NoRelease, Upgrade, former
 from benchmarks.faults.schedule import KILLS, LINK_FAULTS, LINKS, PROCESSES, ROUNDS_PER_MINUTE, link_faults, process_faults
 from benchmarks.faults.victims import ROOT, Run
 from benchmarks.record import publish
@@ -56,6 +61,7 @@ from slipstream.config import RunFile, parse
 BATCHES, PASSAGES, FULL_MINUTES = 60, 3, 10.0
 STEPS_PER_MINUTE = 120  # a disturbed run, which is paced, stays below
 PACE_S = 0.8
+NOTHING_TO_UPGRADE_FROM = 3  # exit code
 LEASE_S = 2.0
 FIRST_STEP_S = 120.0
 PINNED = {"max_lag": 1, "max_attempts": 1000}  # a sample that is given up would change the batch
@@ -97,6 +103,7 @@ class Outcome:
     complaints: list[str]
     weights: str  # "equal (pinned)"
     edges: dict[tuple[str, str, str], int]
+    upgrade: Upgrade | None = None
 
 
 @contextlib.asynccontextmanager
@@ -119,13 +126,17 @@ async def chaos(arguments: argparse.Namespace, site: Site, say: Any) -> tuple[Ou
     """Disturb a run, let it finish, judge it."""
     disturbed = site.folder / "disturbed"
     settings = run_file(site.folder, "run", arguments, disturbed)
-    path = site.folder / "chaos.json"
+    path = site.run_file
     path.write_text(json.dumps(settings))
     complaints: list[str] = []
+    upgrade: Upgrade | None = None
     async with proxies(site) as links:
         site.write_plan(json.loads(site.plan.read_text())["proxies"], arguments.plant)
         run = Run(site, path)
         injector = Injector(run, links, arguments.seed, say)
+        if arguments.previous:
+            upgrade = Upgrade(site, run, arguments.previous, ORDERS[arguments.order], arguments.minutes * 60, say)
+            upgrade.begin()
         disturbed.touch()
         await run.start(fresh=True)
         try:
@@ -133,7 +144,7 @@ async def chaos(arguments: argparse.Namespace, site: Site, say: Any) -> tuple[Ou
             say(f"the run trains; faults for {arguments.minutes:g} minutes")
             await injector.disturb(
                 arguments.minutes * 60, process_faults(arguments.seed, LEASE_S, arguments.rounds),
-                link_faults(arguments.seed))
+                link_faults(arguments.seed), upgrade.roll if upgrade else None)
             disturbed.unlink()
             say("left in peace until it finishes")
             if code := await injector.rest():
@@ -144,7 +155,10 @@ async def chaos(arguments: argparse.Namespace, site: Site, say: Any) -> tuple[Ou
             disturbed.unlink(missing_ok=True)
             await run.end()
     outcome = await judged(parse(settings), site, complaints)
-    if complaints or not outcome.judgement.clean:
+    outcome.upgrade = upgrade
+    if upgrade:
+        outcome.complaints += upgrade.complaints()
+    elif complaints or not outcome.judgement.clean:
         say("there is nothing to compare the weights with")
     elif arguments.schedule == "pinned":
         await undisturbed(arguments, site, disturbed, outcome, say)
@@ -231,6 +245,8 @@ def report(arguments: argparse.Namespace, outcome: Outcome, injector: Injector, 
     """Table, complaints, the last line; the exit code."""
     judgement, left, counts = outcome.judgement, outcome.left, injector.counts
     complaints = judgement.complaints + outcome.complaints + too_little(arguments, outcome, injector)
+    if outcome.upgrade:
+        publish("mixtures", [*PROCESSES[:4], "steps"], outcome.upgrade.table(), {}, "")
     actions = ("kill", "stop", *LINK_FAULTS)
     rows = [[name, *(str(counts[action, name]) for action in actions)] for name in PROCESSES]
     free = exempt(arguments.schedule == "pinned")
@@ -269,9 +285,16 @@ def main() -> int:
     parser.add_argument("--rounds", type=float, default=ROUNDS_PER_MINUTE, help="of faults, a minute; see faults/schedule.py")
     parser.add_argument("--workers", type=int, default=2, help="rollout workers")
     parser.add_argument("--plant", choices=PLANTS, default="", help="plant a fault, to see the audit fail")
+    parser.add_argument("--previous", default="", help=f"upgrade from this revision during the run; {LAST} = the last release")
+    parser.add_argument("--order", choices=ORDERS, default="buffer-first", help="of the upgrade")
     parser.add_argument("--folder", default="", help="evidence is left there; default runs/chaos-<schedule>-<seed>")
     parser.add_argument("--json", default="")
     arguments = parser.parse_args()
+    try:
+        arguments.previous = arguments.previous and former("" if arguments.previous == LAST else arguments.previous)
+    except NoRelease as error:
+        print(f"chaos: {error}", file=sys.stderr)
+        return NOTHING_TO_UPGRADE_FROM
     arguments.steps = arguments.steps or max(40, round(STEPS_PER_MINUTE * arguments.minutes))
     site = Site(Path(arguments.folder or f"runs/chaos-{arguments.schedule}-{arguments.seed}").resolve())
     if site.folder.exists():

@@ -167,14 +167,14 @@ class RunFile(Section):
 
     @property
     def hash(self) -> str:
-        """SHA-256 of the settings that workers must agree on: all but the local folder, process counts and the run's end.
+        """SHA-256 of the settings that workers must agree on: all but the local folder, process counts, ranks and the run's end.
 
         Only of those that differ from their default: a setting that a later release adds, and nobody set, changes nothing, so
         services of two releases agree on one run file. `tools/check_release.py` sees to it that defaults stay as they are.
         """
         data = self.model_dump(mode="json", exclude_defaults=True)
         apart = {"run": ("folder", "steps", "target_reward"), "rollout": ("workers", "python"), "reward": ("workers",),
-                 "objects": ("near",)}
+                 "objects": ("near",), "trainer": ("parallel",)}
         for section, names in apart.items():
             kept = {name: value for name, value in data.pop(section, {}).items() if name not in names}
             data |= {section: kept} if kept else {}

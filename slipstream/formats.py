@@ -38,19 +38,22 @@ def known(what: str, number: object, newest: int, oldest: int = 0) -> None:
         f"{what} has format {number}, release {__version__} reads {reads}; {remedy}", "FORMAT", format=number, newest=newest)
 
 
-def stamp_folder(folder: Path) -> None:
-    """Write the number into a run folder, <folder>/release.json, or check the one that is there.
-
-    Raises ConfigError for a folder of a format that is not known. One without a number is of the first.
-    """
+def check_folder(folder: Path) -> None:
+    """Raise ConfigError for a run folder of a format that is not known. One without a number is of the first."""
     path = folder / "release.json"
-    if path.exists():
-        try:
-            known(f"run folder {folder}", json.loads(path.read_text()).get("format"), RUN_FOLDER)
-        except (ValueError, AttributeError):
-            raise ConfigError(f"{path} is damaged: delete it when release {__version__} wrote this folder") from None
-        except InvalidInput as error:
-            raise ConfigError(error.message, error.reason) from None
+    if not path.exists():
+        return
+    try:
+        known(f"run folder {folder}", json.loads(path.read_text()).get("format"), RUN_FOLDER)
+    except (ValueError, AttributeError):
+        raise ConfigError(f"{path} is damaged: delete it when release {__version__} wrote this folder") from None
+    except InvalidInput as error:
+        raise ConfigError(error.message, error.reason) from None
+
+
+def stamp_folder(folder: Path) -> None:
+    """Write number and release into a run folder that was checked: <folder>/release.json."""
+    path = folder / "release.json"
     temporary = path.with_name(f".{path.name}")
     temporary.write_text(json.dumps({"format": RUN_FOLDER, "release": __version__}))
     temporary.replace(path)

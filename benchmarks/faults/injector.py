@@ -43,13 +43,18 @@ class Injector:
         """SIGKILLs, of one kind of process or of all."""
         return sum(n for (action, who), n in self.counts.items() if action == "kill" and target in ("", who))
 
-    async def disturb(self, seconds: float, processes: Iterator[Fault], links: Iterator[Fault]) -> None:
-        """Until the time is over, or the run is. Everything stopped goes on afterwards. Raises Stalled."""
+    async def disturb(
+            self, seconds: float, processes: Iterator[Fault], links: Iterator[Fault],
+            upgrade: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Until the time is over, or the `upgrade`, or the run. Everything stopped goes on afterwards. Raises Stalled."""
         self._since = time.monotonic()
         tasks = [asyncio.create_task(self._all(processes, self._hit_process), name="process faults"),
                  asyncio.create_task(self._all(links, self._hit_link), name="link faults")]
+        if upgrade is not None:
+            tasks.append(asyncio.ensure_future(upgrade()))
         try:
-            ended, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            ended, _ = await asyncio.wait(
+                tasks, timeout=seconds if upgrade is None else None, return_when=asyncio.FIRST_COMPLETED)
             for task in ended:
                 with contextlib.suppress(Ended):
                     await task

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from slipstream import auth, config
+from slipstream import auth, config, formats
 from slipstream.cli.run_folder import RunFolder, check_ours, held, read_json, writing
 from slipstream.errors import ConfigError
 
@@ -40,6 +40,7 @@ def start(folder: RunFolder, run: config.RunFile, fresh: bool) -> Start:
                               "make it again with `slipstream fork`")
         _can_be_emptied(folder, run)
         return Start.OVER if folder.run_file.exists() else Start.NEW
+    formats.check_folder(folder.path)
     origin = read_json(folder.fork)
     if not folder.run_file.exists():
         return Start.FORK if origin and _goes_on_from(folder, origin, run) else Start.NEW
@@ -72,6 +73,7 @@ def lay_out(folder: RunFolder, run: config.RunFile, fresh: bool) -> None:
                 _empty(folder, keep=())
             case Start.FORK:
                 _empty(folder, keep=FORKED)
+        formats.stamp_folder(folder.path)
         for directory in (folder.services, folder.logs, folder.trained.parent, folder.redis):
             directory.mkdir(exist_ok=True)
         for stale in (*folder.services.glob("*.json"), folder.state):

@@ -165,8 +165,7 @@ def allowed(role: str, action: str) -> set[str]:
 
 
 def test_roles_in_s3_are_least_privilege() -> None:
-    """Only the trainer writes versions, their bases and checkpoints; nobody deletes from the batch log; reward workers need nothing.
-    """
+    """Only the trainer writes versions, bases, checkpoints; nobody deletes from the batch log; reward workers need nothing."""
     assert allowed("trainer", "s3:PutObject") == {"versions", "files", "bases", "checkpoints", "probe"}
     assert allowed("rollout", "s3:GetObject") == {"versions", "files", "bases", "routes"}
     assert allowed("buffer", "s3:PutObject") == {"batches", "spill", "ledger", "probe"}

@@ -31,7 +31,8 @@ EVERYTHING = Path(__file__).parent / "everything.yaml"  # one value of each kind
 
 # Everything that is off by default, on.
 FULL = {
-    "buffer": ("redis.dev.enabled=true", "ports.client=50053", "auth.secretName=tokens", "metrics.podMonitor.enabled=true"),
+    "buffer": ("redis.dev.enabled=true", "ports.client=50053", "auth.secretName=tokens", "metrics.podMonitor.enabled=true",
+               "weightServer.enabled=true"),
     "reward": ("autoscaling.enabled=true", "auth.secretName=tokens", "metrics.podMonitor.enabled=true"),
     "rollout": ("autoscaling.enabled=true", "autoscaling.kvShare=0.8", "spot.preferred=true", "spot.onDemandReplicas=2",
                 "nodes=2", "workerCommand={vllm,serve}", "prepull.enabled=true", "prepull.tag=next"),

@@ -285,7 +285,7 @@ async def test_another_runs_pointer_is_refused(tmp_path):
 
 
 async def test_a_checkpoint_of_another_format_is_named_and_not_stepped_over(tmp_path):
-    """It is no damage: an older checkpoint in its place would be before the last commit. A later release's fields do no harm."""
+    """It is no damage: an older checkpoint in its place would be before the last commit. Fields of a later one do no harm."""
     checkpoints = await opened(FileStore(tmp_path))
     await saved(checkpoints, 1)
     name = await saved(checkpoints, 2)

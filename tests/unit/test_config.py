@@ -85,6 +85,7 @@ def test_hash_follows_what_workers_must_agree_on():
     base = parse(MINIMAL).hash
     assert parse({**MINIMAL, "run": {"name": "a", "steps": 7, "target_reward": 0.5}}).hash == base
     assert parse({**MINIMAL, "run": {"name": "a", "folder": "/x"}, "rollout": {"workers": 9}}).hash == base
+    assert parse({**MINIMAL, "trainer": {"parallel": {"ranks": 2}}}).hash == base  # the same run on other devices
     assert parse({**MINIMAL, "trainer": {"learning_rate": 1e-5}}).hash != base
 
 

@@ -62,7 +62,8 @@ def test_fresh_empties_and_keeps_out_of_foreign_places(tmp_path: Path) -> None:
     (folder.path / "metrics.jsonl").touch()
     assert folder.secret.stat().st_mode & 0o777 == 0o600
     run_start.lay_out(folder, run, fresh=True)
-    assert sorted(p.name for p in folder.path.iterdir()) == ["audit", "lock", "logs", "redis", "secret", "services"]
+    assert sorted(p.name for p in folder.path.iterdir()) == [
+            "audit", "lock", "logs", "redis", "release.json", "secret", "services"]
     elsewhere = run.model_copy(update={"objects": config.Objects(url="s3://bucket/prefix")})
     with pytest.raises(ConfigError, match="objects.url"):
         run_start.lay_out(folder, elsewhere, fresh=True)
