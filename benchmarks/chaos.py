@@ -246,7 +246,7 @@ def report(arguments: argparse.Namespace, outcome: Outcome, injector: Injector, 
     judgement, left, counts = outcome.judgement, outcome.left, injector.counts
     complaints = judgement.complaints + outcome.complaints + too_little(arguments, outcome, injector)
     if outcome.upgrade:
-        publish("mixtures", [*PROCESSES[:4], "steps"], outcome.upgrade.table(), {}, "")
+        publish("mixtures", [*ORDERS["buffer-first"], "steps"], outcome.upgrade.table(), {}, "")
     actions = ("kill", "stop", *LINK_FAULTS)
     rows = [[name, *(str(counts[action, name]) for action in actions)] for name in PROCESSES]
     free = exempt(arguments.schedule == "pinned")

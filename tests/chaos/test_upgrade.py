@@ -149,7 +149,8 @@ def test_a_run_is_upgraded_service_by_service(tmp_path: Path) -> None:
     """From this very commit, so that a clone without history can: every mixture trains, lost 0, repeated 0."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.chaos", "--previous", "HEAD", "--minutes", "1", "--schedule", "free",
-         "--steps", "150", "--folder", str(tmp_path / "chaos")], cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
+         "--steps", "150", "--folder", str(tmp_path / "chaos")], cwd=ROOT, capture_output=True, text=True, timeout=400,
+        check=False)
     assert " lost 0, repeated 0, " in done.stdout, done.stdout[-2000:] + done.stderr
     found = [line for line in done.stderr.splitlines() if line.startswith("chaos: ")]
-    assert all(line.startswith("chaos: only ") for line in found), done.stderr  # a slow machine is disturbed less
+    assert all(line.startswith("chaos: only ") for line in found), done.stderr  # a slow machine: less was disturbed

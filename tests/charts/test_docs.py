@@ -89,6 +89,14 @@ def test_files_and_metrics_of_the_page_exist() -> None:
 def test_the_operations_guide_names_values_that_exist() -> None:
     """Its helm commands render, and every value that its table tells to set is in the chart that it tells to set it in."""
     lines = [line.strip() for line in OPERATIONS.splitlines() if line.strip().startswith("helm upgrade --install")]
+    loop, = [line for line in lines if "$service" in line]
+    lines.remove(loop)
+    services = re.search(r"for service in ([\w ]+); do", OPERATIONS)
+    assert services and services[1].split() == ["buffer", "reward", "rollout", "trainer"]
+    for chart in services[1].split():
+        words = shlex.split(filled(loop.partition("||")[0].replace("$service", chart).replace(
+            "$FILES", "$FILES" if chart == "buffer" else "")))
+        assert ":0.1.0" in helm("template", *words[3:4], str(HELM / chart), *words[5:])
     for line in lines:
         chart = shlex.split(line)[4].removeprefix("helm/")
         values = filled(line.partition("runs")[2]) if chart == "buffer" else line.partition("$FILES")[2]
