@@ -34,8 +34,9 @@ from slipstream.errors import ConfigError
 PER_POSITION = ("routes", "routed")  # beside `inputs`; `index` and `lengths` are special, the rest is per trained token
 REMEDY = "; set context = 1, and bound rollout.max_new_tokens by what fits"
 TRIED = 16  # tokens of each rank in `verify`
-# Largest median of a position's relative error in `verify`: a family that needs more than attention is far above.
-TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
+# Largest mean of the positions' relative errors in `verify`. Tiny models in float32: 1e-7, with linear attention divided 3e-3.
+TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.02}
+EXACT = 1e-4  # of float32 and float64
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,16 +97,16 @@ class Context:
         if self.group is None:
             return
         tokens = TRIED * self.size
-        ids = (torch.arange(tokens, device=model.device) * 7 + 1)[None] % vocabulary
+        ids = (torch.arange(tokens, device=model.device) * 7)[None] % (vocabulary - 1) + 1  # 0 is padding
         own = slice(self.number * TRIED, (self.number + 1) * TRIED)
         with dividing(None):
             expected = _whole(model(input_ids=ids, use_cache=False).logits)[0, own].float()
         with self.dividing():
             positions = torch.arange(tokens, device=model.device)[None, own]
             found = _whole(model(input_ids=ids[:, own], position_ids=positions, use_cache=False).logits)[0].float()
-        error = ((found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-30)).median().double().cpu()
+        error = ((found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-30)).mean().double().cpu()
         dist.all_reduce(error, op=dist.ReduceOp.MAX)
-        if not float(error) < TOLERANCE.get(model.dtype, 1e-3):
+        if not float(error) < TOLERANCE.get(model.dtype, EXACT):
             raise ConfigError(
                 f"trainer.parallel.context = {self.size}: {type(model).__name__} computes something else from divided "
                 f"sequences (relative error {float(error):.1e}){REMEDY}")
