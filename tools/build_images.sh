@@ -41,7 +41,8 @@ pinned() { # NAME:TAG -> NAME:TAG@sha256:..., as it is when nothing here can ask
 build() { # service
     local service=$1 file=services/$1/Dockerfile name=${registry}slipstream-$1:$tag base arguments=()
     case $service in
-        environment) file=helm/environment/Dockerfile ;;
+        buffer | reward) file=services/Dockerfile arguments+=(--target "$service") ;;
+        environment) file=services/Dockerfile arguments+=(--target environment --build-arg EXTRAS=data) ;;
         trainer) arguments+=(--target "${TARGET:-cpu}") ;;
         rollout) [[ -z ${CPU:-} ]] || arguments+=(--build-arg BASE=python:3.12-slim-bookworm --build-arg EXTRAS=torch,s3,data) ;;
     esac
