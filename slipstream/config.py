@@ -89,6 +89,7 @@ class RunFile(Section):
             raise ValueError(
                 "algorithm.route_replay = sampler with rollout.capture_routes = false: there would be nothing to replay; set "
                 "the latter to true, or route_replay = auto")
+        self._mini_steps_have_a_use()
         names = [e.name for e in self.environments]
         if duplicate := next((n for n in names if names.count(n) > 1), None):
             raise ValueError(f"environments: the name {duplicate!r} appears twice")
@@ -100,6 +101,22 @@ class RunFile(Section):
                 f" of about {self.batch_bytes_estimate} bytes = {need}: raise it or checkpoint more often"
             )
         return self
+
+    def _mini_steps_have_a_use(self) -> None:
+        """Raise when a batch cannot be split as asked, or when routes are to be kept that nothing would move."""
+        trainer, replay = self.trainer, self.algorithm.route_replay
+        if trainer.minibatches > self.schedule.groups_per_batch:
+            raise ValueError(
+                f"trainer.minibatches = {trainer.minibatches} exceeds schedule.groups_per_batch = "
+                f"{self.schedule.groups_per_batch}: mini-batches are of whole groups; lower it, or set trainer.epochs")
+        if replay == "trainer" and trainer.mini_steps == 1:
+            raise ValueError(
+                "algorithm.route_replay = trainer with trainer.minibatches = 1 and trainer.epochs = 1: with one optimizer step "
+                "per batch the earlier pass is that step's own; set one of them to 2 or more, or route_replay = auto")
+        if replay == "trainer" and self.rollout.capture_routes:
+            raise ValueError(
+                "algorithm.route_replay = trainer with rollout.capture_routes = true: routes would be recorded and sent, and "
+                "never used; set route_replay = auto, which replays them in every mini-step, or capture_routes = false")
 
     def _critic_has_a_use(self) -> None:
         """Raise when there are settings of a critic but none, or when one makes settings of groups meaningless."""

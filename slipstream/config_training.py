@@ -87,17 +87,27 @@ class Algorithm(Section):
         default=0.0, ge=0, description="Factor of the routers' load-balancing loss, with counts of the whole step; 0 = off."
     )
     router_z_coefficient: float = Field(default=0.0, ge=0, description="Factor of the routers' z-loss; 0 = off.")
-    route_replay: Literal["auto", "sampler", "none"] = Field(
-        default="auto", description="Train with the sampler's experts: where samples carry them (auto), always, or never."
+    route_replay: Literal["auto", "sampler", "trainer", "none"] = Field(
+        default="auto", description="Whose experts are trained with: the sampler's where samples carry them (auto), or always; "
+        "the trainer's own, of a pass before the first of several optimizer steps on a batch (trainer); or live ones (none)."
     )
     route_check_every: PositiveInt = Field(
         default=10, description="Steps between proofs that replayed routes bring the trainer closer to the sampler."
     )
 
+    @property
+    def replays_sampler(self) -> bool:
+        """Whether routes that samples carry have a use."""
+        return self.route_replay in ("auto", "sampler")
+
     @model_validator(mode="before")
     @classmethod
     def _preset(cls, data: Any) -> Any:
         if isinstance(data, dict):
+            if data.get("preset") == "ppo" and data.get("advantage", "gae") != "gae":
+                raise ValueError(
+                    f"preset = ppo with advantage = {data['advantage']}: the preset is GAE with a critic; remove advantage, or "
+                    "take another preset, such as grpo")
             data = PRESETS.get(str(data.get("preset", "async-moe")), {}) | data
             if data.get("policy_loss", "ppo") not in DUAL_CLIPPED:
                 data = {"dual_clip": None} | data
@@ -243,6 +253,12 @@ class Trainer(Section):
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW weight decay.")
     max_grad_norm: float = Field(default=1.0, gt=0, description="Global gradient norm is clipped to this.")
     tokens_per_microbatch: PositiveInt = Field(default=16384, description="Padded tokens of one forward/backward.")
+    minibatches: PositiveInt = Field(
+        default=1, description="Parts of whole groups that a batch is split into; each is an optimizer step of its own."
+    )
+    epochs: PositiveInt = Field(
+        default=1, description="Passes over a batch, each split anew: minibatches × epochs optimizer steps make one version."
+    )
     logit_rows: PositiveInt = Field(
         default=8192, description="Positions whose logits are held at a time; more are computed twice, in chunks."
     )
@@ -259,6 +275,11 @@ class Trainer(Section):
     threads: int = Field(default=1, ge=0, description="CPU threads of torch; 0 = all.")
     warmup: Warmup = Warmup()
     parallel: Parallel = Parallel()
+
+    @property
+    def mini_steps(self) -> int:
+        """Optimizer steps on one batch, when every mini-batch has a group with a signal."""
+        return self.minibatches * self.epochs
 
 
 class Supervised(Section):

@@ -11,20 +11,43 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from services.trainer.learner import Learner
-from slipstream import config
+from slipstream import config, logs
 from slipstream.errors import ConfigError
 from slipstream.model import build
 
 SMALL = 50_000_000  # parameters that are built for a check alone
 
+log = logs.get("trainer.check")
+
+
+def positions_suffice(model: Any, run: config.RunFile) -> None:
+    """Raises ConfigError when the longest answer has more tokens than the model has positions; warns when only the longest
+    sample, prompt and answer, has. A model that names no limit has none.
+    """
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    answer = min(run.rollout.max_new_tokens, run.rollout.context)
+    if not positions or run.rollout.context <= positions:
+        return
+    if answer > positions:
+        raise ConfigError(
+            f"rollout.max_new_tokens = {run.rollout.max_new_tokens} with rollout.context = {run.rollout.context}: the model "
+            f"has max_position_embeddings = {positions}, and an answer could have {answer} tokens; lower one of them to it")
+    log.warning(
+        f"rollout.context = {run.rollout.context} exceeds the model's max_position_embeddings = {positions}: a longer sample "
+        "goes beyond what it was made for; lower it, unless all are shorter")
+
 
 def prove_forward(learner: Learner, run: config.RunFile) -> None:
-    """Run the model on two tokens. Raises ConfigError when its configuration lets it be built but not be used."""
+    """Run the model on two tokens. Raises ConfigError when its configuration lets it be built but not be used, or when answers
+    may be longer than it has positions.
+    """
     model = learner.model
+    positions_suffice(model, run)
     try:
         with torch.no_grad():
             model(input_ids=torch.zeros((1, 2), dtype=torch.int64, device=model.device), use_cache=False)
@@ -42,6 +65,7 @@ def main(run_file: Path) -> int:
         if run.model.build is not None:
             with torch.device("meta"):
                 empty, _ = build(run.model, run.run.seed, run.deterministic)
+            positions_suffice(empty, run)
             if sum(p.numel() for p in empty.parameters()) <= SMALL:
                 prove_forward(Learner(run), run)
     except ConfigError as error:

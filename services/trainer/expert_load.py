@@ -8,7 +8,7 @@ Axes: R rows, T positions, N = R x T, L MoE layers in the order of their calls, 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -63,12 +63,12 @@ class ExpertLoad:
         """Tokens of the step so far, of all ranks, by layer and expert: L tensors [E]."""
         return self._ranks.summed([counts[:-1] for counts in self._counts_E])
 
-    def metrics(self) -> dict[str, float | None]:
+    def metrics(self, tokens: Sequence[torch.Tensor] | None = None) -> dict[str, float | None]:
         """expert_load_max, _mean: the busiest expert's tokens over the mean of its layer, of the worst layer and on average; 1
         is perfect balance, E / K the worst. dead_experts: (layer, expert) pairs without a token, also as a share. None without
-        MoE layers, and when nothing was trained.
+        MoE layers, and when nothing was trained. Of `tokens`, as `self.tokens()` gives them; by default of the step so far.
         """
-        found = [counts.double() for counts in self.tokens() if int(counts.sum())]
+        found = [counts.double() for counts in tokens or self.tokens() if int(counts.sum())]
         if not found:
             return dict.fromkeys(("expert_load_max", "expert_load_mean", "dead_experts", "dead_expert_share"))
         loads = [float(counts.max() / counts.mean()) for counts in found]

@@ -1,11 +1,13 @@
-"""The torch side of the trainer: model, optimizer, one step. Synchronous; one thread owns it.
+"""The torch side of the trainer: model, optimizer, one batch. Synchronous; one thread owns it.
+
+A batch is one step of the run, one policy version and one point for a checkpoint, whether it is one optimizer step or several
+(mini-steps, services.trainer.mini_steps): nobody outside of `step` ever sees the weights between them.
 
 Axes: R rows, T padded tokens, M trained tokens of a micro-batch, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.trainer import adapters, diagnostics, nonfinite
+from services.trainer import adapters, figures, mini_steps, nonfinite
 from services.trainer.algorithms.objective import LossInputs, Objective
 from services.trainer.balance import Balance
 from services.trainer.critic import Critic
@@ -26,9 +28,8 @@ from services.trainer.packing import (
     Microbatch,
     Row,
     in_order_of,
-    lag_histogram,
+    longest_first,
     trained_rows,
-    without_signal,
 )
 from services.trainer.probes import Prober
 from services.trainer.ranks import Alone, Score
@@ -80,71 +81,125 @@ class Learner:
         return built
 
     def step(self, groups: Sequence[Group], step: int) -> Metrics:
-        """Optimizer step `step` on a batch. A batch in which no group has a signal changes nothing, not even the moments.
+        """Batch `step`: its optimizer step, or all of its mini-steps. A batch in which no group has a signal changes nothing,
+        not even the moments.
 
-        The same when a loss or gradient is not finite: `skip` then says whose. Raises InvalidInput for malformed samples, with
-        nothing applied. Rank 0 gives the groups and gets the metrics; on other ranks both say nothing.
+        An optimizer step whose loss or gradient is not finite changes nothing either, and the others of the batch stand: `skip`
+        then says whose. Raises InvalidInput for malformed samples, with nothing applied. Rank 0 gives the groups and gets the
+        metrics; on other ranks both say nothing.
         """
-        rows = self.ranks.led(lambda filled: self._rows(groups, step, filled), self._fills)
+        several = self.run.trainer.mini_steps > 1
+        rows = self.ranks.led(lambda filled: self._rows(groups, step, filled, several), self._fills)
         if malformed := self.ranks.told(nonfinite.recorded(rows)):
             return self._skipped(groups, step, nonfinite.Skip(malformed))
+        plan = self.ranks.told(mini_steps.plan(rows, self.objective, self.run, step)) if several else []
+        if several and self.critic is None:
+            rows = [row for row in rows if self.objective.moves(row.advantages)]
         trained_tokens, rows = sum(len(row.index) for row in rows), self.ranks.shared(rows)
         warming = self.critic is not None and step <= self.run.critic.warmup_steps
-        batches = [] if warming else self.ranks.microbatches(rows, self.run.trainer.tokens_per_microbatch)
-        loss, entropies, ratios, grad_norm = 0.0, [], [], 0.0
-        self._routes.begin(batches, step)
-        self._balance.begin(batches, self.forward)
-        self._load.begin()
-        for batch in batches:
-            with self._load.counting(self.ranks.part(batch)), self._balance.watching():
-                logprobs_M, entropy_M = self.forward(batch, bool(self.run.algorithm.entropy_coefficient))
-            self._routes.examine(batch, logprobs_M, lambda b=batch: self.forward(replace(b, routes=None))[0])
-            inputs = _loss_inputs(batch, logprobs_M, entropy_M)
-            share = self.objective.loss(inputs) + self._balance.part(self.ranks.part(batch))
-            with self._routes.recomputing(self.ranks.part(batch)):
-                (share * self.ranks.scale).backward()
-            loss += share.item()
-            entropies.append(entropy_M.detach().cpu().numpy())
-            ratios.append((logprobs_M.detach() - inputs.behaviour).cpu().numpy())
-        loss = self.ranks.total(loss)
-        try:
-            if batches:
-                grad_norm = self.ranks.clipped_step(
-                    self.optimizer, self.model, self.run.trainer.max_grad_norm, f"batch {step}", loss)
-        except NonFinite:
-            return self._skipped(groups, step, nonfinite.search(rows, batches, self._loss, self.model, self.ranks))
-        self.skip = None
+        if plan and not warming:
+            rows = self._before(rows)
+        parts = [] if warming else [mini_steps.part(rows, weights) for weights in plan] if several else [rows]
+        applied, skips = self._mini_steps(parts, step)
+        if skips and not applied:
+            return self._skipped(groups, step, nonfinite.together(skips, len(parts)), len(skips))
+        self.skip = nonfinite.together(skips, len(parts)) if skips else None
         learnt = self.critic.update(rows, step) if self.critic else {}
-        ratio, advantage, fresh, entropy = self._seen(batches, ratios, entropies)
+        before = [asked for part in self.ranks.gathered(figures.asked(rows)) for asked in part] if plan else []
         return {
-            **batch_metrics(groups, step, self.objective.compares),
-            **diagnostics.divergence(ratio, advantage, fresh, self.run.algorithm.clip_low, self.run.algorithm.clip_high),
-            **self._routes.metrics(), **self._load.metrics(), **self._balance.metrics(), **learnt,
-            **(self._teacher.metrics() if self._teacher else {}),
-            "loss": loss, "grad_norm": grad_norm, "trained_tokens": trained_tokens,
-            "microbatches": len(batches) * self.ranks.shares, "entropy": float(entropy.mean()) if len(entropy) else 0.0,
-            "learning_rate": self.optimizer.param_groups[0]["lr"], "skipped": 0,
+            **figures.batch_metrics(groups, step, self.objective.compares),
+            **figures.of_batch(applied, before, self.run.algorithm, several),
+            **self._routes.metrics(), **self._load.metrics(figures.load_of(applied)),
+            **(figures.mean_of([found.balance for found in applied]) or self._balance.metrics()), **learnt,
+            **(self._teacher.metrics() if self._teacher else {}), "trained_tokens": trained_tokens,
+            "learning_rate": self.optimizer.param_groups[0]["lr"], "skipped": len(skips),
+            **({"nonfinite_samples": self.skip.samples} if self.skip else {}),
         }
 
-    def _rows(self, groups: Sequence[Group], step: int, filled: Callable[[str], Fill]) -> list[Row]:
-        """The step's rows with all that other models say of them. `filled(name)` is one of `_fills`."""
+    def _mini_steps(
+        self, parts: Sequence[Sequence[Row]], step: int,
+    ) -> tuple[list[figures.MiniStep], list[tuple[int, nonfinite.Skip]]]:
+        """One optimizer step on each of `parts`: what those showed that were applied, and which were not, from 1."""
+        self._routes.begin(step)
+        self._balance.begin([], self.forward)
+        self._load.begin()
+        applied, skips = [], []
+        for number, part in enumerate(parts, 1):
+            if not (batches := self.ranks.microbatches(part, self.run.trainer.tokens_per_microbatch)):
+                continue
+            what = f"batch {step}" if len(parts) == 1 else f"batch {step}, mini-step {number} of {len(parts)}"
+            try:
+                applied.append(self._mini_step(batches, what, number == 1))
+            except NonFinite:
+                skips.append((number, nonfinite.search(part, batches, self._loss, self.model, self.ranks)))
+        return applied, skips
+
+    def _mini_step(self, batches: Sequence[Microbatch], what: str, first: bool) -> figures.MiniStep:
+        """One optimizer step. Raises NonFinite, and InvalidInput, with nothing applied."""
+        seen = figures.MiniStep()
+        self._routes.expect(batches)
+        self._balance.begin(batches, self.forward)
+        self._load.begin()
+        try:
+            for batch in batches:
+                with self._load.counting(self.ranks.part(batch)), self._balance.watching():
+                    logprobs_M, entropy_M = self.forward(batch, bool(self.run.algorithm.entropy_coefficient))
+                self._routes.examine(batch, logprobs_M, lambda b=batch: self.forward(replace(b, routes=None))[0], first)
+                inputs = _loss_inputs(batch, logprobs_M, entropy_M)
+                share = self.objective.loss(inputs) + self._balance.part(self.ranks.part(batch))
+                with self._routes.recomputing(self.ranks.part(batch)):
+                    (share * self.ranks.scale).backward()
+                seen.saw(batch, inputs, self.objective.anchor(inputs), share.item())
+        except InvalidInput:
+            self.optimizer.zero_grad(set_to_none=True)
+            raise
+        seen.of_all(self.ranks)
+        seen.grad_norm = self.ranks.clipped_step(
+            self.optimizer, self.model, self.run.trainer.max_grad_norm, what, seen.loss)
+        seen.load, seen.balance = self._load.tokens(), self._balance.metrics()
+        return seen
+
+    def _before(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """Before the first of several mini-steps: refuse routes that a later one would stumble over, and ask the policy of now.
+
+        This rank's rows come back with its log-probabilities, when they are the anchor or prove routes, and with its routes,
+        when those are to be replayed.
+        """
+        self._routes.check(rows)
+        if self._routes.records or self.run.algorithm.anchor == "recomputed":
+            return self._asked(rows)
+        return rows
+
+    @torch.no_grad()
+    def _asked(self, rows: Sequence[Row]) -> list[Row]:
+        """The rows with the log-probabilities, and maybe the routes, of a pass over them."""
+        parts, routes = [], []
+        batches = self.ranks.microbatches(rows, self.run.trainer.tokens_per_microbatch)
+        if not self._routes.records:
+            self._routes.expect(batches)
+        for batch in batches:
+            if self._routes.records:
+                logprobs_M, found = self._routes.recorded(replace(batch, routes=None, routed=None), self._policy)
+                routes += found
+            else:
+                logprobs_M, _ = self.forward(batch)
+            parts.append(logprobs_M.cpu().numpy())
+        of_row = dict(zip(longest_first(rows), routes[: len(rows)], strict=True)) if routes else {}
+        return [
+            replace(row, proximal=proximal, routes=of_row.get(i, row.routes))
+            for i, (row, proximal) in enumerate(zip(rows, in_order_of(rows, parts), strict=True))]
+
+    def _rows(self, groups: Sequence[Group], step: int, filled: Callable[[str], Fill], counted: bool) -> list[Row]:
+        """The batch's rows with all that other models say of them. `filled(name)` is one of `_fills`; `counted`: also those
+        that move nothing and count.
+        """
         rows = trained_rows(
-            groups, step, self.objective, filled("reference"), filled("values") if self.critic else None)
+            groups, step, self.objective, filled("reference"), filled("values") if self.critic else None, counted)
         for row in rows:
             self._known(row.inputs, row.targets)
         if self.objective.kl_in_loss:
             rows = filled("reference")(rows)
         return filled("teacher")(rows) if self._teacher and not nonfinite.recorded(rows) else rows
-
-    def _seen(
-        self, batches: Sequence[Microbatch], ratios: Sequence[np.ndarray], entropies: Sequence[np.ndarray],
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """log pi - log mu, advantages, fresh and entropies of the step's trained tokens: four [N]; empty on other ranks."""
-        parts = self.ranks.gathered((
-            _joined(ratios), _joined([b.advantages for b in batches]), _joined([b.fresh for b in batches], bool),
-            _joined(entropies)))
-        ratio, advantage, fresh, entropy = zip(*parts, strict=True) if parts else ((), (), (), ())
-        return _joined(ratio), _joined(advantage), _joined(fresh, bool), _joined(entropy)
 
     def _loss(self, batch: Microbatch) -> torch.Tensor:
         """A micro-batch's part of the step's loss, alone."""
@@ -152,10 +207,10 @@ class Learner:
             found = self.forward(batch, bool(self.run.algorithm.entropy_coefficient))
         return self.objective.loss(_loss_inputs(batch, *found)) + self._balance.part(self.ranks.part(batch))
 
-    def _skipped(self, groups: Sequence[Group], step: int, skip: nonfinite.Skip) -> Metrics:
-        """Metrics of a step of which nothing was applied: those of a batch without signal."""
-        seen = batch_metrics(groups, step, self.objective.compares)
-        metrics = self.step([], step) | seen | {"skipped": 1, "nonfinite_samples": skip.samples}
+    def _skipped(self, groups: Sequence[Group], step: int, skip: nonfinite.Skip, count: int = 1) -> Metrics:
+        """Metrics of a batch of which nothing was applied, none of `count` optimizer steps: those of one without signal."""
+        seen = figures.batch_metrics(groups, step, self.objective.compares)
+        metrics = self.step([], step) | seen | {"skipped": count, "nonfinite_samples": skip.samples}
         self.skip = skip
         return metrics
 
@@ -283,24 +338,4 @@ def _loss_inputs(batch: Microbatch, logprobs_M: torch.Tensor, entropy_M: torch.T
     return LossInputs(
         logprobs_M, entropy_M, like(batch.behaviour), like(batch.advantages), like(batch.weights),
         torch.from_numpy(batch.rows).to(device), torch.from_numpy(batch.lags).to(device),
-        None if batch.reference is None else like(batch.reference))
-
-
-def batch_metrics(groups: Sequence[Group], step: int, compares: bool = True) -> Metrics:
-    """What a batch is like, before anything is trained on it. `compares`: equal rewards in a group are no signal."""
-    samples = [m for g in groups for m in g.members]
-    rewards = [m.reward for m in samples]
-    lags = lag_histogram(groups, step)
-    generated, silent = sum(lags.values()), without_signal(groups) if compares else 0
-    return {
-        "reward_mean": statistics.fmean(rewards) if rewards else 0.0,
-        "groups": len(groups), "samples": len(samples), "groups_without_signal": silent,
-        "without_signal_share": silent / len(groups) if groups and compares else None,
-        "tokens": sum(m.sample.tokens for m in samples), "generated_tokens": generated,
-        "lag_mean": sum(lag * n for lag, n in lags.items()) / max(generated, 1), "lag_max": max(lags, default=0),
-        "lags": {str(lag): lags[lag] for lag in sorted(lags)},
-    }
-
-
-def _joined(parts: Sequence[np.ndarray], dtype: type = float) -> np.ndarray:
-    return np.concatenate(parts) if len(parts) else np.zeros(0, dtype)
+        None if batch.reference is None else like(batch.reference), None if batch.proximal is None else like(batch.proximal))

@@ -1,6 +1,8 @@
 """A step whose loss or gradient is not finite: skipped, with the samples behind it named and kept.
 
-Nothing is applied: weights, moments and learning rate stay as they are, and the step counts like a batch without signal. On the
+Nothing is applied: weights, moments and learning rate stay as they are, and the step counts like a batch without signal. With
+several optimizer steps per batch that is so for each of them: the one with the NaN is left out, the others of its batch stand,
+and no copy of the weights is kept to undo them. On the
 CPU the same batch on the same weights is skipped again, so a resume and a replay of the log come to the same weights.
 
 Who is behind it: each micro-batch is run again, then each row of those that are not finite. When no row alone is (a sum that
@@ -53,6 +55,7 @@ class Skip:
 
     culprits: Sequence[Culprit]
     weights: str = ""
+    part: str = ""  # which of several mini-steps, when not the whole batch
 
     @property
     def samples(self) -> int:
@@ -67,6 +70,15 @@ class Skip:
         named = [f"draw {c.draw}, sample {c.sample}, segment {c.segment} ({c.what})" for c in self.culprits[:NAMED]]
         more = len(self.culprits) - len(named)
         return "; ".join(named) + (f"; and {more} more" if more else "")
+
+
+def together(skips: Sequence[tuple[int, Skip]], mini_steps: int) -> Skip:
+    """The skipped ones of a batch's mini-steps, each with its number from 1, as one."""
+    numbers = ", ".join(str(number) for number, _ in skips)
+    part = f"mini-step {numbers} of {mini_steps}" if len(skips) < mini_steps else ""
+    found = [skip for _, skip in skips]
+    return Skip(
+        [culprit for skip in found for culprit in skip.culprits], next((s.weights for s in found if s.weights), ""), part)
 
 
 def recorded(rows: Sequence[Row]) -> list[Culprit]:
@@ -142,7 +154,7 @@ class SkipRecord:
         self.path, self.limit, self.in_a_row = folder / "audit" / "nonfinite.jsonl", limit, 0
 
     def judge(self, skip: Skip | None, batch: int, incarnation: int) -> None:
-        """Step `batch` was skipped, or not (None). The record's line is on the disk when this returns.
+        """Step `batch` was skipped, wholly or in part, or not (None). The record's line is on the disk when this returns.
 
         Raises ConfigError when `limit` steps in a row were skipped: going on would train nothing.
         """
@@ -152,12 +164,13 @@ class SkipRecord:
         self.in_a_row += 1
         line = json.dumps({
             "batch": batch, "incarnation": incarnation, "log": log_key(batch), "weights": skip.weights,
-            "samples": [asdict(c) for c in skip.culprits]})
+            **({"part": skip.part} if skip.part else {}), "samples": [asdict(c) for c in skip.culprits]})
         with self.path.open("ab") as file:
             file.write(line.encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
-        log.error(f"step {batch} is skipped, its loss or gradient is not finite: {skip.sentence}", batch=batch)
+        what = f"{skip.part} of step {batch}" if skip.part else f"step {batch}"
+        log.error(f"{what} is skipped, its loss or gradient is not finite: {skip.sentence}", batch=batch)
         if self.in_a_row >= self.limit:
             first = batch - self.in_a_row + 1
             raise ConfigError(

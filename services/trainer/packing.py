@@ -67,6 +67,8 @@ class Row:
     reference: np.ndarray | None = None  # float32 [M]: log-probability under the reference model
     routes: np.ndarray | None = None  # uint8 or uint16 [T, L, K]: the sampler's experts; each input token has its own
     origin: tuple[int, int, int] = (-1, -1, -1)  # draw, sample, segment
+    place: tuple[int, int] = (-1, -1)  # its group and its sample, each numbered within the batch
+    proximal: np.ndarray | None = None  # [M]: log-probability under the policy before the first of several mini-steps
     turns: np.ndarray | None = None  # int64 [M]: model call of the episode that generated the token
     rewards: np.ndarray | None = None  # float64 [M], when the sample's reward is spread over its tokens
     values: np.ndarray = field(default_factory=_nothing)  # float64 [M]: of the critic, before this step; or empty
@@ -93,6 +95,7 @@ class Microbatch:
     lengths: np.ndarray | None = None  # int64 [R]: inputs of each row without its padding
     values: np.ndarray = field(default_factory=_nothing)  # float64 [M]; empty without a critic
     returns: np.ndarray = field(default_factory=_nothing)  # float64 [M]; empty without a critic
+    proximal: np.ndarray | None = None  # [M], when its rows have it
 
 
 Fill = Callable[[list[Row]], list[Row]]  # the same rows with a field filled in
@@ -100,18 +103,20 @@ Fill = Callable[[list[Row]], list[Row]]  # the same rows with a field filled in
 
 def trained_rows(
     groups: Sequence[Group], step: int, objective: Objective, score: Fill | None = None, value: Fill | None = None,
+    counted: bool = False,
 ) -> list[Row]:
-    """Rows of optimizer step `step`, with advantages and weights; those that cannot move anything are left out.
+    """Rows of batch `step`, with advantages, and weights over the whole batch; those that cannot move anything are left out.
 
     `score` fills in log-probabilities under the reference model; it is needed, and given all rows, only when a divergence is
-    taken off the rewards. `value` fills in what a critic expects, when there is one. Raises InvalidInput that names draw and
-    sample when a segment of a row is malformed.
+    taken off the rewards. `value` fills in what a critic expects, when there is one. `counted` keeps rows that move nothing, as
+    their advantage is 0, and yet are in the denominators. Raises InvalidInput that names draw and sample when a segment of a
+    row is malformed.
     """
     samples = [(group, member) for group in groups for member in sorted(group.members, key=lambda m: m.index)]
     numbers = group_numbers([len(g.members) for g in groups])
     truncated = np.array([member.sample.finish_reason == FINISH_LENGTH for _, member in samples], bool)
     if objective.per_token:
-        return _rows_by_token(samples, numbers, truncated, step, objective, score, value)
+        return _rows_by_token(samples, numbers, truncated, step, objective, score, value, counted)
     rows: list[list[Row]] | None = None
     if objective.kl_in_reward:
         assert score is not None
@@ -121,15 +126,15 @@ def trained_rows(
         np.array([trained_tokens(member.sample, group.mask_below_step) for group, member in samples], np.int64), truncated,
         None if rows is None else np.array([sum(float(_divergence(row).sum()) for row in found) for found in rows]))
     return [
-        replace(row, advantages=np.full(len(row.index), advantage), weight=weight)
+        replace(row, advantages=np.full(len(row.index), advantage), weight=weight, place=(int(numbers[i]), i))
         for i, (advantage, weight) in enumerate(zip(terms.advantages.tolist(), terms.weights.tolist(), strict=True))
-        if weight and (advantage or objective.moves_without_advantage)
+        if weight and (counted or advantage or objective.moves_without_advantage)
         for row in (rows[i] if rows is not None else _rows(*samples[i], step))]
 
 
 def _rows_by_token(
     samples: Sequence[tuple[Group, Member]], numbers: np.ndarray, truncated: np.ndarray, step: int, objective: Objective,
-    score: Fill | None, value: Fill | None,
+    score: Fill | None, value: Fill | None, counted: bool,
 ) -> list[Row]:
     """Where tokens of a sample differ in their advantages: its rows are joined in the order of its model calls."""
     parts = [_rows(group, member, step, by_turn=True) for group, member in samples]
@@ -149,9 +154,9 @@ def _rows_by_token(
             _by_row(terms_T[i], order, found) if terms_T is not None else [np.zeros(0)] * len(found)
             for terms_T in (terms.returns, terms.outcomes))
         trained += [
-            replace(row, advantages=a, returns=r, outcomes=o, weight=float(terms.weights[i]))
+            replace(row, advantages=a, returns=r, outcomes=o, weight=float(terms.weights[i]), place=(int(numbers[i]), i))
             for row, a, r, o in zip(found, advantages, returns, outcomes, strict=True)
-            if terms.weights[i] and (value is not None or a.any() or objective.moves_without_advantage)]
+            if terms.weights[i] and (counted or value is not None or objective.moves(a))]
     return trained
 
 
@@ -203,7 +208,7 @@ def _divergence(row: Row) -> np.ndarray:
 
 def microbatches(rows: Sequence[Row], tokens_per_microbatch: int) -> list[Microbatch]:
     """Rows, longest first, cut so that rows x longest stays within the budget."""
-    ordered = sorted(rows, key=lambda row: -len(row.inputs))
+    ordered = [rows[i] for i in longest_first(rows)]
     batches, start = [], 0
     while start < len(ordered):
         count = max(1, tokens_per_microbatch // len(ordered[start].inputs))
@@ -212,9 +217,14 @@ def microbatches(rows: Sequence[Row], tokens_per_microbatch: int) -> list[Microb
     return batches
 
 
+def longest_first(rows: Sequence[Row]) -> list[int]:
+    """Where the rows of all micro-batches, one after the other, are in `rows`."""
+    return sorted(range(len(rows)), key=lambda i: -len(rows[i].inputs))
+
+
 def in_order_of(rows: Sequence[Row], parts: Sequence[np.ndarray]) -> list[np.ndarray]:
     """What micro-batches of these rows gave, [M] each, as one array a row, in the order of `rows`."""
-    order = sorted(range(len(rows)), key=lambda i: -len(rows[i].inputs))
+    order = longest_first(rows)
     pieces = np.split(np.concatenate(parts), np.cumsum([len(rows[i].index) for i in order])[:-1]) if rows else []
     found = dict(zip(order, pieces, strict=True))
     return [found[i] for i in range(len(rows))]
@@ -301,6 +311,7 @@ def _pad(rows: Sequence[Row]) -> Microbatch:
 
     numbers, lags = per_token(range(len(rows)), np.int64), np.concatenate([row.lags for row in rows]).astype(np.int64)
     references = [row.reference for row in rows if row.reference is not None]
+    proximal = [row.proximal for row in rows if row.proximal is not None]
     return Microbatch(
         inputs,
         np.concatenate([row.index for row in rows]) + numbers * width,
@@ -316,4 +327,5 @@ def _pad(rows: Sequence[Row]) -> Microbatch:
         *_padded_routes(rows, width),
         np.array([len(row.inputs) for row in rows], np.int64),
         _joined([row.values for row in rows]), _joined([row.returns for row in rows]),
+        np.concatenate(proximal) if proximal else None,
     )

@@ -102,7 +102,7 @@ class Replay:
             except NotFound:
                 raise NotFound(f"batch {number} is not in the batch log: it reaches to {self.step}", "NO_BATCH") from None
             read = await asyncio.to_thread(assemble, batch, bodies, self.learner.run.algorithm.credit)
-            if self.learner.run.algorithm.route_replay != "none":
+            if self.learner.run.algorithm.replays_sampler:
                 await fetch_routes(read, self._store)
             await asyncio.to_thread(self.learner.step, read.groups, number)
             self.step = number

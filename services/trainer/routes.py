@@ -1,7 +1,8 @@
-"""Router replay: the trainer's forward pass sends each token to the experts that the sampler chose for it.
+"""Router replay: the trainer's forward pass sends each token to the experts that were chosen for it before.
 
 Which experts a token takes is a jump: rounding alone flips it, and then trainer and sampler are different functions. So the
-recorded indices are replayed (R3, arXiv 2510.11370). Only the indices: weights are gathered from the live router's scores and
+indices that the sampler recorded are replayed (R3, arXiv 2510.11370), or those of an earlier pass of the trainer itself (R2,
+arXiv 2507.18071, section 5.3). Only the indices: weights are gathered from the live router's scores and
 normalised by the family's own code, so the router keeps its gradient.
 
 No list of families. Every MoE block that transformers runs through its experts interface ends in
@@ -119,6 +120,19 @@ class RouteReplay:
         if int(self._counts[2]):
             raise InvalidInput(
                 f"{int(self._counts[2])} recorded routes name an expert twice for one token", "ROUTES_EXPERT", field="routes")
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[list[torch.Tensor]]:
+        """The experts that layers are given in the one forward pass inside: L tensors [R x T, K], in the order of calls."""
+        got: list[tuple[torch.Tensor, torch.Tensor]] = []
+        indices: list[torch.Tensor] = []
+        handles = [m.register_forward_pre_hook(_listen(got), with_kwargs=True) for m in self._experts]
+        try:
+            yield indices
+        finally:
+            for handle in handles:
+                handle.remove()
+        indices += [chosen.reshape(-1, self.top_k) for chosen, _ in got]
 
     def flips(self) -> tuple[int, int]:
         """(token, layer) pairs whose live set differed from the recorded one, and all compared, of the last `using`."""

@@ -201,4 +201,4 @@ async def test_skips_in_a_row_are_counted_over_a_restart(tmp_path: Path):
         assert second.loop.skips.in_a_row == 3
     assert [line["batch"] for line in lines(tmp_path / "audit" / "nonfinite.jsonl")] == [2, 3, 4]
     assert dataclasses.asdict(second.loop.learner.skip) == {  # pyright: ignore
-        "culprits": [{"draw": 1, "sample": 1, "segment": 0, "what": "record"}], "weights": ""}
+        "culprits": [{"draw": 1, "sample": 1, "segment": 0, "what": "record"}], "weights": "", "part": ""}

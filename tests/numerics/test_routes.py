@@ -135,12 +135,16 @@ def another_choice(routes: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_own_routes_change_nothing_and_others_are_taken(family):
-    """The model's own routes, in any order within k, give the same bits in logits and gradients, and no flip. Others reach
-    every expert call, all are counted, weights are those of the family's formula, and the router has a gradient."""
+    """The model's own routes, in any order within k, give the same bits in logits and gradients, and no flip; what the trainer
+    records of its own pass (R2) is what the sampler captures. Others reach every expert call, all are counted, weights are
+    those of the family's formula, and the router has a gradient."""
     model = tiny(family)
     own = own_routes(model)
     assert own.shape[-1] == TOP_K
     live = gradients(model, None, replay := RouteReplay(model))
+    with torch.no_grad(), replay.recording() as layers:
+        model(input_ids=IDS, use_cache=False)
+    assert np.array_equal(torch.stack(layers, 1).reshape(own.shape).sort(-1).values.numpy(), np.sort(own, -1))
     for routes in (own, own[..., ::-1]):
         replayed = gradients(model, routes, replay)
         assert replay.flips() == (0, own.size // TOP_K)

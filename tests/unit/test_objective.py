@@ -111,7 +111,7 @@ def test_an_interpolated_anchor_is_the_sampler_for_fresh_tokens():
     logprobs = torch.tensor([-0.9, -0.8, -0.7], dtype=torch.float64, requires_grad=True)
     advantages, lags = torch.ones(3, dtype=torch.float64), torch.tensor([0, 1, 3])
     made = objective(anchor="interpolated", correction="full")
-    anchor = made._anchor(inputs(logprobs, behaviour, advantages, lags=lags))
+    anchor = made.anchor(inputs(logprobs, behaviour, advantages, lags=lags))
     torch.testing.assert_close(anchor, torch.tensor([-1.0, -1.0, -0.8], dtype=torch.float64), rtol=0, atol=1e-12)
     fresh = inputs(logprobs, behaviour, advantages, lags=torch.zeros(3, dtype=torch.long))
     assert made.loss(fresh).item() == pytest.approx(objective().loss(fresh).item(), abs=1e-12)

@@ -1,5 +1,7 @@
 """The chosen algorithm put together: from groups to advantages and weights, from log-probabilities to one number.
 
+With several optimizer steps per batch (services.trainer.mini_steps) advantages are of the whole batch, weights of a mini-batch.
+
     R ─► overlong, KL in the reward ─► advantages ─► (whitening) ─► per token x weight of the aggregation
     pi, p, mu ─► policy loss x w x masks (+ KL) (- entropy) ─► sum
 
@@ -49,7 +51,8 @@ class TokenTerms:
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """The trained tokens of a micro-batch, [M] each; `reference` only with a KL term in the loss."""
+    """The trained tokens of a micro-batch, [M] each; `reference` only with a KL term in the loss, `proximal` only when the
+    policy before the first of several mini-steps was asked."""
 
     logprobs: torch.Tensor  # log pi, with gradient
     entropy: torch.Tensor  # with gradient when there is an entropy term
@@ -59,6 +62,7 @@ class LossInputs:
     rows: torch.Tensor  # int64
     lags: torch.Tensor  # int64
     reference: torch.Tensor | None = None
+    proximal: torch.Tensor | None = None
 
 
 class Objective:
@@ -86,6 +90,10 @@ class Objective:
         """Whether a token whose advantage is 0 can have a gradient."""
         return self.kl_in_loss or self.settings.entropy_coefficient != 0 or self.taught
 
+    def moves(self, advantages_M: np.ndarray) -> bool:
+        """Whether a row with these advantages can have a gradient."""
+        return self.moves_without_advantage or bool(advantages_M.any())
+
     @property
     def compares(self) -> bool:
         """Whether a group whose rewards are all equal has nothing to say."""
@@ -95,6 +103,10 @@ class Objective:
     def taught(self) -> bool:
         """Whether a teacher adds to the advantages afterwards: then every sample counts, whatever its group's rewards."""
         return bool(self.settings.teacher)
+
+    def weights(self, counts_S: np.ndarray) -> np.ndarray:
+        """Weight of each token of samples with so many trained tokens, all those of one optimizer step: [S]."""
+        return aggregation.WEIGHTS[self.settings.aggregation](counts_S, self.longest)
 
     def samples(
         self, rewards_S: np.ndarray, groups_S: np.ndarray, tokens_S: np.ndarray, truncated_S: np.ndarray,
@@ -125,7 +137,7 @@ class Objective:
         counts_S = np.where(counted_S, tokens_S, 0)
         if settings.advantage in advantages.WHITENED:
             advantages_S = np.where(counted_S, advantages.whitened(advantages_S, counts_S), 0.0)
-        weights_S = aggregation.WEIGHTS[settings.aggregation](counts_S, self.longest)
+        weights_S = self.weights(counts_S)
         return SampleTerms(rewards_S, advantages_S, np.where(counted_S, weights_S, 0.0))
 
     @property
@@ -160,7 +172,7 @@ class Objective:
             parts = np.split(advantages.whitened(joined, np.ones(len(joined))), np.cumsum(counts_S[kept])[:-1])
             for i, part in zip(kept, parts, strict=False):
                 found[i] = part
-        weights_S = aggregation.WEIGHTS[settings.aggregation](counts_S, self.longest)
+        weights_S = self.weights(counts_S)
         return TokenTerms(found, returns, outcomes, np.where(counted_S, weights_S, 0.0))
 
     def _shaped(self, rewards_T: np.ndarray) -> np.ndarray:
@@ -193,7 +205,7 @@ class Objective:
     def loss(self, tokens: LossInputs) -> torch.Tensor:
         """This micro-batch's part of the step's loss: a scalar whose gradients add up over micro-batches."""
         settings, pi_M = self.settings, tokens.logprobs
-        anchor_M = self._anchor(tokens)
+        anchor_M = self.anchor(tokens)
         loss_M = self._policy_loss(Tokens(pi_M, anchor_M, tokens.advantages, tokens.rows), self._clip)
         loss_M = loss_M * self._correction(tokens, anchor_M)
         if self.kl_in_loss:
@@ -203,11 +215,16 @@ class Objective:
             loss_M = loss_M - settings.entropy_coefficient * tokens.entropy
         return (loss_M * tokens.weights).sum()
 
-    def _anchor(self, tokens: LossInputs) -> torch.Tensor:
-        """log p. One optimizer step is taken per batch, so the recomputed proximal policy is this very forward pass."""
+    def anchor(self, tokens: LossInputs) -> torch.Tensor:
+        """log p: [M], no gradient.
+
+        recomputed: the policy before the batch. With one optimizer step per batch that is this very forward pass; with several,
+        `proximal`, a pass before the first of them. interpolated: on the line from the sampler to the policy of now, which
+        moves with each mini-step, as in AReaL.
+        """
         match self.settings.anchor:
             case "recomputed":
-                return tokens.logprobs.detach()
+                return tokens.logprobs.detach() if tokens.proximal is None else tokens.proximal
             case "interpolated":
                 return corrections.interpolated_anchor(tokens.logprobs, tokens.behaviour, tokens.lags)
             case _:

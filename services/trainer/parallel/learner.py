@@ -137,6 +137,7 @@ def refuse(run: config.RunFile) -> None:
          "algorithm.balance_coefficient and router_z_coefficient"),
         (run.rollout.capture_routes and run.algorithm.route_replay != "none",
          f"algorithm.route_replay = {run.algorithm.route_replay} with rollout.capture_routes"),
+        (run.trainer.mini_steps > 1, "trainer.minibatches or epochs above 1"),
         (run.deterministic, "schedule.deterministic"),
     ]
     if found := [what for broken, what in refused if broken]:
