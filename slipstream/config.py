@@ -23,7 +23,19 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from slipstream.config_sections import Buffer, Environment, Model, Objects, Reward, Rollout, Run, Schedule, Section, Service
+from slipstream.config_sections import (
+    Buffer,
+    Environment,
+    Model,
+    Objects,
+    Reward,
+    Rollout,
+    Run,
+    Schedule,
+    Section,
+    Service,
+    Tracing,
+)
 from slipstream.config_sections import Build as Build  # part of a model table, used by name elsewhere
 from slipstream.config_security import Security
 from slipstream.config_training import Alarms, Algorithm, Critic, Supervised, Trainer
@@ -49,6 +61,7 @@ class RunFile(Section):
     objects: Objects = Objects()
     service: Service = Service()
     security: Security = Security()
+    tracing: Tracing = Tracing()
 
     @model_validator(mode="after")
     def _consistent(self) -> RunFile:
@@ -195,7 +208,7 @@ class RunFile(Section):
         for section, names in apart.items():
             kept = {name: value for name, value in data.pop(section, {}).items() if name not in names}
             data |= {section: kept} if kept else {}
-        for section in ("service", "security"):
+        for section in ("service", "security", "tracing"):
             data.pop(section, None)
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 

@@ -241,6 +241,23 @@ class Objects(Section):
     near: Near = Near()
 
 
+class Tracing(Section):
+    """OpenTelemetry traces of samples; see docs/guides/tracing.md. Needs the packages of slipstream[tracing]."""
+
+    endpoint: str = Field(default="", description="host:port of a collector that takes OTLP over gRPC; empty = no traces.")
+    sample_share: float = Field(default=0.01, ge=0, le=1, description="Share of the samples that are traced, hop by hop.")
+    ca_file: str = Field(
+        default="", description="PEM file of the authority of the collector's certificate; empty = the system's, or plaintext "
+        "on loopback.")
+    insecure: bool = Field(default=False, description="Allow plaintext to a collector that is not on loopback.")
+
+    @model_validator(mode="after")
+    def _reachable(self) -> Tracing:
+        if self.endpoint and not self.endpoint.rpartition(":")[2].isdigit():
+            raise ValueError(f"endpoint = {self.endpoint!r} is not host:port; collectors listen on 4317 for OTLP over gRPC")
+        return self
+
+
 class Service(Section):
     buffer_address: str = Field(default="", description="host:port of the buffer; empty = the supervisor picks.")
     buffer_port: int = Field(default=0, ge=0, lt=65536, description="Port of the local buffer; 0 = a free one.")

@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 import grpc
 from prometheus_client import CollectorRegistry
 
-from slipstream import auth_credentials, logs, rpc, telemetry
+from slipstream import auth_credentials, logs, rpc, telemetry, tracing
 from slipstream.auth_credentials import Credentials
 from slipstream.config import RunFile, load
 from slipstream.errors import ConfigError, InvalidInput, SlipstreamError
@@ -145,6 +145,7 @@ class ServiceContext:
         self.store = store
         self.registry = registry or CollectorRegistry()
         self.metrics = telemetry.ProcessMetrics(self.registry, args.service)
+        self.tracer = self._traced()
         self.figures: dict[str, float] = {}
         self.details: dict[str, Any] = {}
         self.policy_version: policy_pb2.PolicyVersion | None = None
@@ -154,6 +155,17 @@ class ServiceContext:
         self.credentials = credentials or Credentials(args.service)
         self._progress: Progress | None = None
         self._channel: grpc.aio.Channel | None = None
+
+    def _traced(self) -> tracing.Tracer | None:
+        """What makes spans; None unless the run file names a collector. Raises ConfigError when the packages are missing."""
+        if not self.run.tracing.endpoint:
+            return None
+        metrics = telemetry.TraceMetrics(self.registry)
+        tracer = tracing.Tracer(
+            self.run, self.arguments.service, self.arguments.instance, self.clock,
+            lambda outcome, count: metrics.spans.labels(outcome).inc(count))
+        self.lifecycle.on_stop(CLOSE, tracer.close, "traces")
+        return tracer
 
     @property
     def channel(self) -> grpc.aio.Channel:

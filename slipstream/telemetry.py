@@ -59,8 +59,12 @@ class _Group:
     def _gauge(self, name: str, sentence: str, *labels: str) -> Gauge:
         return Gauge(f"{self._prefix}_{name}", sentence, labels, registry=self._registry)
 
-    def _counter(self, name: str, sentence: str, *labels: str) -> Counter:
-        return Counter(f"{self._prefix}_{name}", sentence, labels, registry=self._registry)
+    def _counter(self, name: str, sentence: str, *labels: str, known: tuple[str, ...] = ()) -> Counter:
+        """`known` values of the one label are there at 0 from the start: `increase` does not see a series' first value."""
+        counter = Counter(f"{self._prefix}_{name}", sentence, labels, registry=self._registry)
+        for value in known:
+            counter.labels(value)
+        return counter
 
     def _histogram(self, name: str, sentence: str, *labels: str, buckets: tuple[float, ...] = _WORK_S) -> Histogram:
         return Histogram(f"{self._prefix}_{name}", sentence, labels, buckets=buckets, registry=self._registry)
@@ -93,6 +97,15 @@ class ProcessMetrics(_Group):
         self.stalled.set(stalled)
 
 
+class TraceMetrics(_Group):
+    """What a process has whose run file names a collector of traces."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry, "")
+        self.spans = self._counter(
+            "trace_spans", "Spans: exported, refused (by the collector), dropped (no room, or no time).", "outcome")
+
+
 class BufferMetrics(_Group):
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry, "buffer")
@@ -117,10 +130,12 @@ class BufferMetrics(_Group):
         self.max_lag = self._gauge("max_lag", "Bound on the lag of trained tokens, in steps.")
         self.imbalance = self._gauge("imbalance", "Draws that the ledger does not account for: 0, or a bug.")
         self.groups_dropped = self._counter("groups_dropped", "Groups that were never trained.", "reason")
-        self.samples = self._counter("samples", "Samples submitted: accepted, outdated, failed.", "outcome")
+        self.samples = self._counter(
+            "samples", "Samples submitted: accepted, outdated, failed.", "outcome", known=("accepted", "outdated", "failed"))
         self.spilled = self._counter("spilled", "Bodies put into the object store because the quota was full.")
         self.rejected = self._counter("rejected", "Items of requests that were refused.", "reason")
-        self.leases_expired = self._counter("leases_expired", "Leases granted again because the holder was silent.", "kind")
+        self.leases_expired = self._counter(
+            "leases_expired", "Leases granted again because the holder was silent.", "kind", known=("sample", "scoring"))
         self.ledger_seconds = self._histogram("ledger_seconds", "Time of one ledger operation.", "operation", buckets=_RPC_S)
 
 
@@ -130,7 +145,9 @@ class RolloutMetrics(_Group):
         self.generated_tokens = self._counter("generated_tokens", "Tokens sampled.")
         self.active_slots = self._gauge("active_slots", "Sequences that are being decoded.")
         self.slots = self._gauge("slots", "Most sequences decoded together.")
-        self.swaps = self._counter("swaps", "Weight swaps: loaded, refused, canary (refused by it), failed.", "outcome")
+        self.swaps = self._counter(
+            "swaps", "Weight swaps: loaded, refused, canary (refused by it), failed.", "outcome",
+            known=("loaded", "refused", "canary", "failed"))
         self.swap_seconds = self._histogram("swap_seconds", "Time without decoding because of a swap.")
         self.fetch_seconds = self._histogram("fetch_seconds", "Time to fetch and verify a policy version, beside decoding.")
         self.weight_reads = self._counter(
@@ -162,7 +179,7 @@ class WeightServerMetrics(_Group):
 class RewardMetrics(_Group):
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry, "reward")
-        self.scores = self._counter("scores", "Samples scored: scored, failed.", "outcome")
+        self.scores = self._counter("scores", "Samples scored: scored, failed.", "outcome", known=("scored", "failed"))
         self.score_seconds = self._histogram("score_seconds", "Time of one scorer call.", "scorer", buckets=_RPC_S)
 
 
@@ -201,7 +218,7 @@ class EnvironmentMetrics(_Group):
         super().__init__(registry, "environment")
         self.episodes = self._gauge("episodes", "Episodes open now.")
         self.call_seconds = self._histogram("call_seconds", "Time of one call of the user's code.", "call", buckets=_RPC_S)
-        self.errors = self._counter("errors", "Calls of the user's code that raised.", "call")
+        self.errors = self._counter("errors", "Calls of the user's code that raised.", "call", known=("reset", "step"))
 
 
 def figures(registry: CollectorRegistry) -> dict[str, float]:

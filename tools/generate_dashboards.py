@@ -12,6 +12,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 FOLDER = Path(__file__).parent.parent / "helm" / "monitoring" / "dashboards"
 N = '{namespace=~"$namespace"}'
@@ -19,13 +20,14 @@ N = '{namespace=~"$namespace"}'
 
 @dataclass(frozen=True)
 class Panel:
-    """`queries`: legend -> expression. `kind`: timeseries, stat or heatmap."""
+    """`queries`: legend -> expression. `kind`: timeseries, stat or heatmap. `span`: of a trace, which its points link to."""
 
     title: str
     queries: dict[str, str]
     unit: str = "short"
     kind: str = "timeseries"
     tells: str = ""
+    span: str = ""
 
 
 def rate(metric: str, by: str = "", of: str = "") -> str:
@@ -106,21 +108,28 @@ SERVICES = {
         Panel("learning rate", {"now": most(f"{T}learning_rate")}),
     ],
     "all": [
+        Panel("spans of traces", {"{{outcome}}": rate("slipstream_trace_spans_total", "outcome")}, "cps",
+              tells="where the run file names a collector; anything but exported was lost"),
         Panel("calls, p99", {"{{method}}": f"topk(10, {quantile(0.99, 'slipstream_rpc_seconds', 'method')})"}, "s"),
         Panel("versions that run", {"{{service}} {{version}}": f"count by (service, version) (slipstream_build_info{N})"}),
     ],
 }
 SAMPLE = {
     "A sample's life, hop by hop": [
-        Panel("1 leased, 2 in generation", {"leases": most(f"{B}leases", "kind"), "slots": f"sum ({R}active_slots{N})"}),
-        Panel("2 submitted", {"{{outcome}}": rate(f"{B}samples_total", "outcome")}, "cps"),
-        Panel("3 waiting for a score, scored", {"waiting": most(f"{B}unscored_samples"), "scored per s": rate(f"{W}scores_total")}),
-        Panel("4 complete, not in a batch", {"groups": most(f"{B}complete_groups")}),
+        Panel("1 leased, 2 in generation", {"leases": most(f"{B}leases", "kind"), "slots": f"sum ({R}active_slots{N})"},
+              span="generation"),
+        Panel("2 submitted", {"{{outcome}}": rate(f"{B}samples_total", "outcome")}, "cps", span="store sample"),
+        Panel("3 waiting for a score, scored", {"waiting": most(f"{B}unscored_samples"), "scored per s": rate(f"{W}scores_total")},
+              span="scoring"),
+        Panel("4 complete, not in a batch", {"groups": most(f"{B}complete_groups")}, span="store score"),
         Panel("4 batches: numbered, trained, committed", {
-            "numbered": most(f"{B}numbered_batch"), "trained": most(f"{T}step"), "committed": most(f"{B}committed_batch")}),
+            "numbered": most(f"{B}numbered_batch"), "trained": most(f"{T}step"), "committed": most(f"{B}committed_batch")},
+              span="batch"),
         Panel("5 published, 7 loaded", {"published": most(f"{B}published_step"),
-                                        "slowest worker": f"min ({R}loaded_step{N})", "fastest": most(f"{R}loaded_step")}),
-        Panel("6 trained", {"samples per s": rate(f"{T}samples_total"), "groups per s": rate(f"{T}groups_total")}, "cps"),
+                                        "slowest worker": f"min ({R}loaded_step{N})", "fastest": most(f"{R}loaded_step")},
+              span="publish"),
+        Panel("6 trained", {"samples per s": rate(f"{T}samples_total"), "groups per s": rate(f"{T}groups_total")}, "cps",
+              span="train"),
         Panel("never trained", {"{{reason}}": rate(f"{B}groups_dropped_total", "reason")}, "cps"),
     ],
 }
@@ -167,20 +176,38 @@ def dashboard(name: str) -> dict[str, Any]:
          "query": {"query": "label_values(slipstream_build_info, namespace)", "refId": "namespace"},
          "current": {"text": "All", "value": "$__all"}}]
     if name == "cost":
-        variables.append({"name": "hourly", "type": "textbox", "label": "price of a worker-hour", "query": "1",
-                          "current": {"text": "1", "value": "1"}})
+        variables.append(_textbox("hourly", "price of a worker-hour", "1"))
+    if name == "sample":
+        variables += [{"name": "traces", "type": "datasource", "query": "tempo", "label": "traces (Tempo)"},
+                      _textbox("samples", "traces of samples where", "span.slipstream.draw >= 0")]
     return {
         "uid": f"slipstream-{name}", "title": title, "tags": ["slipstream"], "schemaVersion": 39, "refresh": "30s",
         "time": {"from": "now-3h", "to": "now"}, "timezone": "browser", "templating": {"list": variables}, "panels": panels,
         "links": [{"type": "dashboards", "tags": ["slipstream"], "title": "Slipstream", "asDropdown": True}]}
 
 
+def _textbox(name: str, label: str, value: str) -> dict[str, Any]:
+    return {"name": name, "type": "textbox", "label": label, "query": value, "current": {"text": value, "value": value}}
+
+
+def _links(panel: Panel) -> list[dict[str, Any]]:
+    """A point's link to the spans of that time, in Grafana's Explore; see docs/guides/tracing.md."""
+    if not panel.span:
+        return []
+    query = {"refId": "A", "datasource": {"type": "tempo", "uid": "${traces}"}, "queryType": "traceql",
+             "query": f'{{ name = "{panel.span}" && ${{samples:percentencode}} }}'}
+    panes = {"traces": {"datasource": "${traces}", "queries": [query], "range": {"from": "${__from}", "to": "${__to}"}}}
+    text = json.dumps(panes, separators=(",", ":"))
+    url = f"/explore?schemaVersion=1&panes={quote(text, safe='${}_:')}"
+    return [{"title": f"traces: {panel.span}", "url": url, "targetBlank": True}]
+
+
 def _panel(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
     source = {"type": "prometheus", "uid": "${datasource}"}
     return {
         "id": number, "type": panel.kind, "title": panel.title, "description": panel.tells, "gridPos": place, "datasource": source,
-        "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0 if panel.unit in ("s", "bytes", "cps") else None},
-                        "overrides": []},
+        "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0 if panel.unit in ("s", "bytes", "cps") else None,
+                                     **({"links": links} if (links := _links(panel)) else {})}, "overrides": []},
         "targets": [
             {"refId": chr(65 + n), "expr": expression, "legendFormat": legend, "datasource": source}
             for n, (legend, expression) in enumerate(panel.queries.items())]}

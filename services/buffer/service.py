@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from services.buffer import spans
 from services.buffer.account import LedgerServicer, keep
 from services.buffer.archive import archive
 from services.buffer.batches import BatchServicer
@@ -19,7 +20,6 @@ from services.buffer.front import Front, forever
 from services.buffer.gauges import Gauges
 from services.buffer.ledger import Ledger, Rules
 from services.buffer.policy import PolicyServicer
-from services.buffer.redis_ledger import RedisLedger
 from services.buffer.samples import SampleServicer
 from services.buffer.scores import ScoreServicer
 from services.buffer.sessions import SessionServicer
@@ -69,7 +69,8 @@ async def start(context: ServiceContext, describe: Callable[..., Awaitable[Any]]
     with context.waits.on("the environments' descriptions"):
         found = await asyncio.gather(*(describe(e, context.credentials) for e in run.environments))
     tasks = {settings.name: description.tasks for settings, description in zip(run.environments, found, strict=True)}
-    ledger = RedisLedger(client, rules, observe=lambda name, seconds: metrics.ledger_seconds.labels(name).observe(seconds))
+    ledger = spans.ledger(
+        context.tracer, client, rules, observe=lambda name, seconds: metrics.ledger_seconds.labels(name).observe(seconds))
     await ledger.open(tasks)
     await _serve(context, ledger, metrics, tasks)
 

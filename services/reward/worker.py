@@ -17,7 +17,7 @@ from contextlib import nullcontext
 from google.protobuf.message import DecodeError
 
 from services.reward.scorers import Scorers
-from slipstream import logs, rpc
+from slipstream import logs, rpc, tracing
 from slipstream.errors import from_status
 from slipstream.lifecycle import FINISH, STOP_INTAKE
 from slipstream.protos.buffer.v1 import scores_pb2 as pb
@@ -47,6 +47,7 @@ class ScoringWorker:
         self._scoring: dict[Key, Lease] = {}  # those of them whose score is not known yet
         self._finished: list[tuple[Key, pb.ScoredSample]] = []
         self._scored = 0
+        self._spans = tracing.OpenSpans(context.tracer, "scoring")  # of `_scoring`
         self._room, self._news, self._empty = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._note()
 
@@ -80,6 +81,7 @@ class ScoringWorker:
             if response.samples:
                 self._scoring.update((_key(s.lease), s.lease) for s in response.samples)
                 self._in_hand.update(_key(s.lease) for s in response.samples)
+                self._spans.begin((s.lease for s in response.samples), worker=context.arguments.instance)
                 self._note()
                 context.lifecycle.spawn(f"score lot {(lots := lots + 1)}", self._score(response.samples), endless=False)
 
@@ -93,7 +95,8 @@ class ScoringWorker:
             self._metrics.scores.labels("failed" if score.failure else "scored").inc()
             if seconds:
                 self._metrics.score_seconds.labels(transcripts[i].scorer).observe(seconds)
-            if self._scoring.pop(key := _key(lease), None):
+            self._spans.end(key := _key(lease), "failed" if score.failure else "scored", scorer=transcripts[i].scorer)
+            if self._scoring.pop(key, None):
                 self._finished.append((key, pb.ScoredSample(lease=lease, score=score)))
                 self._news.set()
 
@@ -136,6 +139,8 @@ class ScoringWorker:
             refused = [key for key, status in zip(keys, response.statuses, strict=True) if from_status(status)]
             if lost := [key for key in refused if self._scoring.pop(key, None)]:  # others were scored during the call
                 self._in_hand.difference_update(lost)
+                for key in lost:
+                    self._spans.end(key, "lost")
                 log.info("scoring leases lost", samples=len(lost), draw=lost[0][1], sample=lost[0][2], attempt=lost[0][3])
             self._note()
 

@@ -20,7 +20,7 @@ from typing import Any
 from services.rollout.codec import Codec
 from services.rollout.engine import Engine, Generation, Request
 from services.rollout.episode import Episode
-from slipstream import logs
+from slipstream import logs, tracing
 from slipstream.config import RunFile
 from slipstream.environment import EpisodeReset, EpisodeStep, Observation, Reset, Step, Task
 from slipstream.environments.client import EnvironmentClient
@@ -84,6 +84,7 @@ class Player:
         self.failures = 0  # episodes that failed since the last one that did not
         self.failure = ""  # the last reason
         self.running: dict[Key, Running] = {}
+        self.spans = tracing.OpenSpans(context.tracer, "generation")  # one for each in `running` that is traced
 
     @functools.cached_property
     def codec(self) -> Codec:
@@ -102,6 +103,7 @@ class Player:
             episode = Episode(lease, codec, rollout.max_new_tokens, rollout.context, rollout.capture_routes)
             self.running[key] = running = Running(key, lease, task, episode, "{}-{}-{}-{}".format(*key))
             lots.setdefault(task.environment, []).append(running)
+        self.spans.begin((lease.lease for lease in leases), worker=self._context.arguments.instance)
         for environment, lot in lots.items():
             self._spawn("reset", environment, self._reset(environment, lot))
 
@@ -110,6 +112,7 @@ class Player:
         for key in keys:
             if running := self.running.pop(key, None):
                 running.gone = True
+                self.spans.end(key, "lost")
                 if running.request is not None:
                     self._engine.abort([running.request.id])
 
@@ -128,6 +131,7 @@ class Player:
     def _give_back(self, running: Running, partial: bytes) -> None:
         running.gone = True
         self.running.pop(running.key, None)
+        self.spans.end(running.key, "handed back")
         self._handed_back.append((running.key, partial))
 
     def _spawn(self, what: str, environment: str, work: Coroutine[Any, Any, None]) -> None:
@@ -147,7 +151,7 @@ class Player:
         for retry in range(1 << 30):
             lot = [r for r in lot if not r.gone]
             items = [EpisodeReset(r.name, r.task) for r in lot]
-            with self._calling("reset", environment, len(items)):
+            with self._calling("reset", environment, lot):
                 results = await client.reset(items)
             lot = [r for r, result in zip(lot, results, strict=True) if not self._started(r, result)]
             self._generate()
@@ -178,7 +182,7 @@ class Player:
         ended: list[str] = []
         for retry in range(1 << 30):
             lot = [r for r in lot if not r.gone and r.action is not None]
-            with self._calling("step", environment, len(lot)):
+            with self._calling("step", environment, lot):
                 results = await client.step([r.action for r in lot if r.action is not None])
             again = []
             for running, result in zip(lot, results, strict=True):
@@ -223,12 +227,15 @@ class Player:
         return False
 
     @contextlib.contextmanager
-    def _calling(self, what: str, environment: str, count: int) -> Iterator[None]:
+    def _calling(self, what: str, environment: str, lot: Sequence[Running]) -> Iterator[None]:
+        keys = [running.key for running in lot]
+        self.spans.event(keys, f"environment {what}")
         with (
-            self._context.waits.on(f"environment {environment}: {what} of {count} episodes"),
-            self._metrics.environment_seconds.labels(what).time(),
+            self._context.waits.on(f"environment {environment}: {what} of {len(lot)} episodes"),
+            self._metrics.environment_seconds.labels(what).time(), tracing.on_behalf(self.spans.parent(keys)),
         ):
             yield
+        self.spans.event(keys, f"environment {what} answered")
 
     def _restart(self, running: Running) -> None:
         """The environment has forgotten the episode (it was restarted): begin afresh under a new id."""
@@ -280,6 +287,7 @@ class Player:
         lots: dict[str, list[Running]] = {}
         for (running, answer), text in zip(taken, self.codec.decode_all([answer for _, answer in taken]), strict=True):
             action = running.episode.said(answer, text)
+            self.spans.event((running.key,), "turn", turn=running.episode.turn, tokens=len(answer))
             running.action = EpisodeStep(running.name, running.episode.turn, action)
             lots.setdefault(running.environment, []).append(running)
         for environment, lot in lots.items():
@@ -298,6 +306,7 @@ class Player:
         if self.running.pop(running.key, None):
             running.gone = True
             self.failures = 0
+            self.spans.end(running.key, "finished", turns=running.episode.turn, tokens=submission.generated_tokens)
             self._finished(running.key, submission)
 
     def _fail(self, running: Running, reason: str) -> None:
@@ -305,6 +314,7 @@ class Player:
         if not running.gone and self.running.pop(running.key, None):
             running.gone = True
             self.failures, self.failure = self.failures + 1, reason
+            self.spans.end(running.key, "failed", turns=running.episode.turn)
             if self.failures <= LOGGED_FAILURES or not self.failures & (self.failures - 1):
                 log.warning(
                     "episode failed", failure=logs.Content(reason), draw=running.key[1], sample=running.key[2],

@@ -20,7 +20,7 @@ from services.rollout.engine import Engine
 from services.rollout.evidence import Evidence
 from services.rollout.player import Key, Player, key_of
 from services.rollout.weights import Weights
-from slipstream import logs, rpc
+from slipstream import logs, rpc, tracing
 from slipstream.environments.client import EnvironmentClient
 from slipstream.errors import InvalidInput, SlipstreamError, Unavailable, from_status
 from slipstream.lifecycle import FINISH, STOP_INTAKE
@@ -64,7 +64,8 @@ class RolloutWorker:
         self._room, self._news = asyncio.Event(), asyncio.Event()
         self._idle, self._quiet = asyncio.Event(), asyncio.Event()
         self._player = Player(context, engine, environments, metrics, self._finished, self._advance)
-        self.weights = Weights(context, engine, metrics, self._before_swap, self._advance)
+        self.weights = Weights(context, engine, metrics, self._before_swap, self._swapped)
+        self._submits = tracing.OpenSpans(context.tracer, "submit")  # of what is in `_done` or on its way
         self._intake: asyncio.Task[None] | None = None
         self._finished_count = 0
         self._evidence = Evidence(context.run.folder, context.arguments.instance) if context.run.service.audit else None
@@ -179,10 +180,16 @@ class RolloutWorker:
                 while self._player.running:
                     await self._idle.wait()
 
+    def _swapped(self) -> None:
+        if (version := self._engine.version) is not None:
+            self._player.spans.event(None, "swap", version=version.number, step=version.step)
+        self._advance()
+
     # results
 
     def _finished(self, key: Key, submission: pb.SubmittedSample) -> None:
         if key in self._leases:
+            self._submits.begin((submission.lease,), bytes=len(submission.body))
             self._done.append((key, submission))
             self._news.set()
 
@@ -243,6 +250,7 @@ class RolloutWorker:
         if isinstance(error, Unavailable):
             self._done.append((key, submission))
             self._news.set()
+            self._submits.event((key,), "deferred")
             return "deferred", error.retry_s or 0.5
         if isinstance(error, InvalidInput) and not submission.failure:
             self._refused(key, error)
@@ -254,6 +262,7 @@ class RolloutWorker:
             outcome = "outdated"
         if error:
             log.warning("sample refused", reason=error.reason, error=error.message, draw=key[1], sample=key[2], attempt=key[3])
+        self._submits.end(key, outcome)
         if self._evidence and outcome in ("submitted", "failed"):
             self._evidence.accepted(submission)
         return outcome, 0.0
@@ -289,6 +298,8 @@ class RolloutWorker:
             self._held = [lease for lease in self._held if key_of(lease.lease) not in gone]
             self._done = [item for item in self._done if item[0] not in gone]
             self._player.abort(sorted(gone))
+            for key in gone:
+                self._submits.end(key, "lost")
             self._advance()
 
     async def _give_back(self, samples: Sequence[tuple[Key, bytes]]) -> None:

@@ -35,6 +35,7 @@ from services.trainer.parallel import launch
 from services.trainer.publish import Publisher
 from services.trainer.records import Records
 from services.trainer.reference import start_reference
+from services.trainer.spans import StepSpans
 from services.trainer.warmup import warm_up
 from slipstream import logs, rpc, telemetry
 from slipstream.errors import Conflict, SlipstreamError
@@ -68,6 +69,7 @@ class TrainerLoop:
         self.checkpoints = Checkpoints(context.store, self.settings.run.name, self.settings.trainer.keep_checkpoints)
         self.records = Records(self.settings.folder)
         self.alarms = Alarms(self.settings.alarms, lambda name, on: self.telemetry.alarm.labels(name).set(on))
+        self.spans = StepSpans(context.tracer)
         self.skips = SkipRecord(self.settings.folder, self.settings.trainer.nonfinite_limit)
         self.learner: Learner
         self.publisher: Publisher
@@ -144,7 +146,7 @@ class TrainerLoop:
         await start_reference(self.learner, self.checkpoints, self._in_torch)
         self.alarms.resume(self.records.resume(self.step))
         self.publisher = Publisher(
-            self.context, self.incarnation, await self._in_torch(self.learner.files), self.telemetry.publish_seconds.observe,
+            self.context, self.incarnation, await self._in_torch(self.learner.files), self._published,
             self.records.version, self.learner.base())
         await self._publish(await self._in_torch(self._weights))
         await self._checkpoint()  # step 0 is one, too: a restart does not warm up again
@@ -203,6 +205,7 @@ class TrainerLoop:
         self.step, self._training, self._ledger_sequence = number, False, batch.ledger_sequence
         self._rewards.append(metrics["reward_mean"])
         ended = self.clock.monotonic()
+        self.spans.trained(number, batch.audit, ended - started, self.incarnation)
         if weights is not None:
             await self._publish(weights)
         self._record(batch, metrics, step_s=ended - started, wait_s=started - self._ended)
@@ -224,6 +227,10 @@ class TrainerLoop:
     async def _publish(self, weights: Published) -> None:
         await self.publisher.submit(self.step, *weights)
         self._submitted = (self.step, self._submitted[1])
+
+    def _published(self, seconds: float) -> None:
+        self.telemetry.publish_seconds.observe(seconds)
+        self.spans.published(self.context.policy_version, seconds)
 
     async def _checkpoint(self) -> None:
         """Begin a checkpoint of this step, once the former is done. Its writing and commit go on beside the next step."""

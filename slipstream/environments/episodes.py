@@ -10,6 +10,7 @@ also while the first call is still at work (a retry after a time-out joins it). 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import json
 import math
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -43,7 +44,11 @@ THREADS = 16  # plain methods of this many episodes run at once
 IDLE_S = 3600.0  # an episode without a call for this long is forgotten
 SWEEP_S = 30.0
 
+if TYPE_CHECKING:
+    from slipstream.telemetry import EnvironmentMetrics
+
 log = logs.get("environment")
+_UNTIMED = contextlib.nullcontext()
 _Answer = Reset | Step | SlipstreamError | asyncio.Future[Any]  # a future where user code runs beside, also once it is done
 
 
@@ -70,9 +75,15 @@ class Episodes:
         self._inline = _inline_methods(environment)
         self._raised = Counter[tuple[str, str, str]]()  # kind, exception and place -> how often
         self._threads = DaemonThreads(THREADS, f"environment-{self.name}")
+        self._metrics: EnvironmentMetrics | None = None
 
     def __len__(self) -> int:
         return len(self._records)
+
+    def measure(self, metrics: EnvironmentMetrics) -> None:
+        """Show open episodes, the time of each call of user code and its failures there."""
+        self._metrics = metrics
+        metrics.episodes.set_function(self.__len__)
 
     async def start(self) -> Description:
         """Start the environment. Raises ConfigError when it cannot."""
@@ -168,24 +179,31 @@ class Episodes:
     def _run(self, episode: str, kind: str, call: Callable[[], Any], check: Callable[[Any], Any]) -> _Answer:
         """The answer of user code: a value for inline methods, else a task that owns the call."""
         if kind in self._inline:
-            try:
-                return check(call())
-            except Exception as error:
-                return self._failure(episode, kind, error)
+            with self._timed(kind):
+                try:
+                    return check(call())
+                except Exception as error:
+                    return self._failure(episode, kind, error)
         return asyncio.create_task(self._run_beside(episode, kind, call, check), name=f"{kind} {episode}")
 
     async def _run_beside(self, episode: str, kind: str, call: Callable[[], Any], check: Callable[[Any], Any]) -> Any:
-        try:
-            if inspect.iscoroutinefunction(getattr(self.environment, kind)):
-                return check(await call())
-            value = await self._threads.run(call)
-            return check(await value if inspect.isawaitable(value) else value)
-        except Exception as error:
-            return self._failure(episode, kind, error)
+        with self._timed(kind):
+            try:
+                if inspect.iscoroutinefunction(getattr(self.environment, kind)):
+                    return check(await call())
+                value = await self._threads.run(call)
+                return check(await value if inspect.isawaitable(value) else value)
+            except Exception as error:
+                return self._failure(episode, kind, error)
+
+    def _timed(self, kind: str) -> contextlib.AbstractContextManager[object]:
+        return self._metrics.call_seconds.labels(kind).time() if self._metrics is not None else _UNTIMED
 
     def _failure(self, episode: str, kind: str, error: Exception) -> SlipstreamError:
         """An exception of user code as a value that names environment, episode and exception."""
         self.failed += 1
+        if self._metrics is not None:
+            self._metrics.errors.labels(kind).inc()
         if episode in self._records:
             self._over.add(episode)
         where = traceback.extract_tb(error.__traceback__)

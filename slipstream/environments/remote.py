@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar
 
 import grpc
 
-from slipstream import config, logs, rpc
+from slipstream import config, logs, rpc, tracing
 from slipstream.auth_credentials import Credentials
 from slipstream.environment import Description, EpisodeReset, EpisodeStep, Reset, Step
 from slipstream.environments import wire
@@ -120,7 +120,7 @@ class RemoteEnvironment:
         with self._waits.on(f"environment {settings.name}: {kind} of {len(episodes)} episodes") as wait:
             while True:
                 try:
-                    return await rpc.call(method, request, settings.step_timeout_s + GRACE_S)
+                    return await rpc.call(tracing.carrying(method), request, settings.step_timeout_s + GRACE_S)
                 except Unavailable as error:
                     if error.reason == "DEADLINE_EXCEEDED":
                         return [timed_out(settings.name, e, kind, settings.step_timeout_s) for e in episodes]

@@ -17,7 +17,7 @@ from typing import Any, Self
 import grpc
 from prometheus_client import CollectorRegistry
 
-from slipstream import logs, rpc, telemetry
+from slipstream import logs, rpc, telemetry, tracing
 from slipstream.auth_credentials import Credentials
 from slipstream.environment import Environment
 from slipstream.environments import wire
@@ -48,10 +48,12 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         items = wire.resets(request)
         if nameless := [i for i, item in enumerate(items) if not item.episode]:
             raise InvalidInput(f"episodes[{nameless[0]}].episode is empty; choose a unique id", "EPISODE", field="episode")
-        return wire.reset_response(await self._episodes.reset(items, _time_limit(context)))
+        with tracing.received(context):
+            return wire.reset_response(await self._episodes.reset(items, _time_limit(context)))
 
     async def Step(self, request: pb.StepRequest, context: Any) -> pb.StepResponse:
-        return wire.step_response(await self._episodes.step(wire.steps(request), _time_limit(context)))
+        with tracing.received(context):
+            return wire.step_response(await self._episodes.step(wire.steps(request), _time_limit(context)))
 
     async def Close(self, request: pb.CloseRequest, context: Any) -> pb.CloseResponse:
         self._episodes.close(request.episodes)
@@ -97,7 +99,7 @@ class EnvironmentServer:
         if not port:
             return None
         registry = CollectorRegistry()
-        telemetry.EnvironmentMetrics(registry).episodes.set_function(self.episodes.__len__)
+        self.episodes.measure(telemetry.EnvironmentMetrics(registry))
         process = telemetry.ProcessMetrics(registry, "environment")
         telemetry.serve(registry, port, host)
         return process.observe_rpc

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 _Work = tuple[Callable[[], Any], asyncio.Future[Any]]
@@ -32,7 +34,7 @@ class DaemonThreads:
         if self._busy > self._threads < self._most:
             self._threads += 1
             threading.Thread(target=self._work, name=f"{self._name}-{self._threads}", daemon=True).start()
-        self._calls.put((call, answer))
+        self._calls.put((partial(contextvars.copy_context().run, call), answer))
         try:
             return await answer
         finally:
