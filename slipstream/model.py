@@ -13,6 +13,7 @@ Example:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import inspect
@@ -20,7 +21,7 @@ import re
 import sys
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +71,9 @@ _NAMES = {
     torch.bool: "BOOL",
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+# What transformers raises for a directory that it cannot load, and for a configuration that makes no model.
+UNREADABLE = (ImportError, OSError, ValueError, KeyError, SafetensorError)
+UNFIT = (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, ArithmeticError)
 
 
 def dense_experts(
@@ -272,21 +276,12 @@ def _unique(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _load(model: config.Model, dtype: torch.dtype, experts: str) -> tuple[Any, Any]:
-    folder = Path(model.path)
-    if not folder.is_dir():
-        raise ConfigError(f"model.path = {model.path!r} is not a directory; give a Hugging Face model directory")
-    if model.gguf_file and not (folder / model.gguf_file).is_file():
-        raise ConfigError(f"model.gguf_file = {model.gguf_file!r} is not in {folder}; name a GGUF file there")
-    if not model.gguf_file and not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
-        raise ConfigError(f"model.path = {model.path!r} has no weights (*.safetensors); set model.gguf_file or another path")
-    extra = {"gguf_file": model.gguf_file} if model.gguf_file else {}
+    folder, extra = _checked(model)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, **extra)
         loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **extra)
-    except ImportError as error:
-        raise ConfigError(f"model.path = {model.path!r} cannot be loaded: {_one_line(error)}") from error
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise ConfigError(f"model.path = {model.path!r} cannot be loaded: {_one_line(error)}; check the directory") from error
+    except UNREADABLE as error:
+        raise unreadable(model, error) from error
     if model.gguf_file:  # the weights are plain floats now: what is saved or sent is no quantised model
         loaded.hf_quantizer = None
         for leftover in ("quantization_config", "_pre_quantization_dtype"):
@@ -296,7 +291,58 @@ def _load(model: config.Model, dtype: torch.dtype, experts: str) -> tuple[Any, A
     return loaded, tokenizer
 
 
+def _checked(model: config.Model) -> tuple[Path, dict[str, str]]:
+    """The directory of `model.path`, and what transformers must be told. Raises ConfigError when there are no weights."""
+    folder = Path(model.path)
+    if not folder.is_dir():
+        raise ConfigError(f"model.path = {model.path!r} is not a directory; give a Hugging Face model directory")
+    if model.gguf_file and not (folder / model.gguf_file).is_file():
+        raise ConfigError(f"model.gguf_file = {model.gguf_file!r} is not in {folder}; name a GGUF file there")
+    if not model.gguf_file and not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
+        raise ConfigError(f"model.path = {model.path!r} has no weights (*.safetensors); set model.gguf_file or another path")
+    return folder, {"gguf_file": model.gguf_file} if model.gguf_file else {}
+
+
+def unreadable(model: config.Model, error: BaseException) -> ConfigError:
+    """What UNREADABLE means, for `model.path`."""
+    remedy = "" if isinstance(error, ImportError) else "; check the directory"
+    return ConfigError(f"model.path = {model.path!r} cannot be loaded: {_one_line(error)}{remedy}")
+
+
+def outline(model: config.Model) -> tuple[Any, Any]:
+    """Configuration and tokenizer of what `build` makes, without its weights. Raises ConfigError, as `build` does."""
+    if model.build is not None:
+        return _outlined(model.build)
+    folder, extra = _checked(model)
+    try:
+        return AutoConfig.from_pretrained(folder, **extra), AutoTokenizer.from_pretrained(folder, **extra)
+    except UNREADABLE as error:
+        raise unreadable(model, error) from error
+
+
+def from_outline(shape: Any, dtype: torch.dtype, experts: str) -> Any:
+    """A model of a configuration, its weights drawn from torch's generator. Raises ConfigError when it makes none."""
+    try:
+        return AutoModelForCausalLM.from_config(shape, dtype=dtype, **_kernel(shape, experts))
+    except UNFIT as error:
+        raise _unfit(shape.model_type, error) from error
+
+
+@contextlib.contextmanager
+def drawing(seed: int) -> Iterator[None]:
+    """torch's generator as fresh weights of a run with this seed are drawn from it; afterwards it is what it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(stream(seed, "model"))
+        yield
+
+
 def _fresh(build: config.Build, dtype: torch.dtype, experts: str, seed: int) -> tuple[Any, Any]:
+    shape, tokenizer = _outlined(build)
+    with drawing(seed):
+        return from_outline(shape, dtype, experts), tokenizer
+
+
+def _outlined(build: config.Build) -> tuple[Any, Any]:
     if build.model_type not in CONFIG_MAPPING:
         raise ConfigError(
             f"model.build.model_type = {build.model_type!r} is unknown to transformers {transformers.__version__}; "
@@ -313,14 +359,14 @@ def _fresh(build: config.Build, dtype: torch.dtype, experts: str, seed: int) -> 
             "model.build.tokenizer_chars plus <pad> and <eos>; leave it out"
         )
     settings |= {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(stream(seed, "model"))
-        try:
-            shape = CONFIG_MAPPING[build.model_type](**settings)
-            model = AutoModelForCausalLM.from_config(shape, dtype=dtype, **_kernel(shape, experts))
-        except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, ArithmeticError) as error:
-            raise ConfigError(f"model.build.config does not make a {build.model_type} model: {_one_line(error)}") from error
-    return model, tokenizer
+    try:
+        return CONFIG_MAPPING[build.model_type](**settings), tokenizer
+    except UNFIT as error:
+        raise _unfit(build.model_type, error) from error
+
+
+def _unfit(model_type: str, error: BaseException) -> ConfigError:
+    return ConfigError(f"model.build.config does not make a {model_type} model: {_one_line(error)}")
 
 
 def _known(build: config.Build) -> None:

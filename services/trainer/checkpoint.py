@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import threading
 import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -80,6 +81,7 @@ class Checkpoints:
         self._store, self._run, self._keep, self._group = store, run, keep, group
         self._pointer = Pointer(run, 0)
         self._tag: str | None = None
+        self._saving = threading.Lock()  # one that was given up ends before the next begins: its ranks are in step
         self._sent: list[Pointer] = []  # of `save`, without a clear answer: their names are nobody else's
 
     @property
@@ -138,9 +140,10 @@ class Checkpoints:
             return Header(name, self._run, step, incarnation, ledger_sequence, ledger_epoch, notes or {})
 
         def work(bridge: shards.Bridge) -> str:
-            return shards.save(
-                state, folder, self._store, bridge, self._group,
-                lambda name, description: bridge.run(self._conclude(header(name), description)))
+            with self._saving:
+                return shards.save(
+                    state, folder, self._store, bridge, self._group,
+                    lambda name, description: bridge.run(self._conclude(header(name), description)))
 
         return header(await shards.in_thread(work))
 
@@ -206,6 +209,12 @@ class Checkpoints:
 
     async def _read(self, name: str, allocate: Allocate) -> tuple[Header, Snapshot]:
         header, description = await self._manifest(name)
+        return header, await self.filled(name, description, allocate, self._group)
+
+    async def filled(
+        self, name: str, description: shards.Description, allocate: Allocate, group: ProcessGroup | None,
+    ) -> Snapshot:
+        """What a manifest describes, every byte checked. Raises NotFound, InvalidInput, OutOfRange; on all ranks of `group`."""
         parts: dict[str, dict[str, torch.Tensor]] = {part: {} for part in PARTS}
         for key, shape, dtype in shards.tensors(description):
             part, _, tensor = key.partition("/")
@@ -213,8 +222,8 @@ class Checkpoints:
                 parts[part][tensor] = target
         state = {f"{part}/{tensor}": target for part in PARTS for tensor, target in parts[part].items()}
         await shards.in_thread(
-            lambda bridge: shards.load(state, name, description, self._store, bridge, self._group))
-        return header, Snapshot(**parts)
+            lambda bridge: shards.load(state, name, description, self._store, bridge, group))
+        return Snapshot(**parts)
 
     async def _point(self, pointer: Pointer) -> None:
         data = sealed(asdict(pointer))

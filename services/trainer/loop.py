@@ -10,9 +10,9 @@ Waits for    batch k; one publication and one checkpoint in flight before it sta
 Unblocked by workers finishing batch k's samples, which may need what this loop publishes and commits: so a wait for a batch
              never holds back a publication, and a request for a checkpoint is served in the middle of it. Or by a stop.
 
-Every start is a resume: read the checkpoint in force → take an incarnation above its own → write that into the pointer (from
-here on a predecessor is fenced) → load, or build and warm up → publish → lease. All torch work is done by one thread; the
-event loop stays free.
+Every start is a resume: build the model → read the checkpoint in force → take an incarnation above its own → write that into
+the pointer (from here on a predecessor is fenced) → load, or warm up → publish → lease. All torch work is done by one thread;
+the event loop stays free.
 """
 
 from __future__ import annotations
@@ -128,10 +128,11 @@ class TrainerLoop:
             self.records.close()
 
     async def _start(self) -> None:
-        loaded = await self._take_over()
         with self.waits.on("the model to be loaded"):
             self.learner = await self._in_torch(launch.learner_of, self.settings)
             await self._in_torch(self._prove)
+        self.checkpoints = launch.checkpoints_of(self.checkpoints, self.learner, self.context.store, self.settings)
+        loaded = await self._take_over()
         if loaded is None:
             await warm_up(
                 self.learner, self.settings, self.waits, self._in_torch, self.stopping, self.context.credentials)

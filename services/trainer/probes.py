@@ -9,6 +9,7 @@ Axes: N sequences, T tokens each.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,12 +26,19 @@ log = logs.get("trainer.probes")
 
 
 class Prober:
-    """Scores the probes of one model. Takes a few small forward passes when made; `run_seed` names the sequences."""
+    """Scores the probes of one model. Takes a few small forward passes when made; `run_seed` names the sequences.
 
-    def __init__(self, model: Any, vocabulary: int, run_seed: int) -> None:
-        self._model = model
+    On many ranks it is made, and asked, on all of them: `experts` is then the number on all of them together, and `agreed`
+    turns what each rank has counted into one number, for two ranks may break a router's tie in two ways.
+    """
+
+    def __init__(
+        self, model: Any, vocabulary: int, run_seed: int, experts: int | None = None,
+        agreed: Callable[[int], int] = lambda visited: visited,
+    ) -> None:
+        self._model, self._agreed = model, agreed
         self._experts = experts_of(model)
-        self.experts = sum(int(m.num_experts) for m in self._experts)
+        self.experts = sum(int(m.num_experts) for m in self._experts) if experts is None else experts
         random = np.random.default_rng(stream(run_seed, "probes"))
         drawn = random.integers(0, vocabulary, (MOST, LENGTH)).astype(np.int32)
         self.tokens = drawn[:FIRST]
@@ -61,5 +69,5 @@ class Prober:
             for hook in hooks:
                 hook.remove()
         logprobs = torch.log_softmax(logits, -1).gather(2, ids[:, 1:, None])[..., 0]
-        return Probes(self.tokens, logprobs.cpu().numpy(), sum(visited), self.experts)
+        return Probes(self.tokens, logprobs.cpu().numpy(), self._agreed(sum(visited)), self.experts)
 

@@ -49,8 +49,11 @@ def take(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int = 0, crit
 @torch.no_grad()
 def restore(
     model: nn.Module, optimizer: torch.optim.Optimizer, snapshot: Snapshot, rank: int = 0, critic: Learning | None = None,
+    copy: bool = True,
 ) -> None:
     """The inverse of `take`, all or nothing: every check precedes the first write. Raises InvalidInput when it does not fit.
+
+    Without `copy` the moments of the snapshot become the optimizer's own, where they are on its device.
 
     A rank that the snapshot does not know (it is of a smaller mesh) keeps its generator as it is; so does a critic.
     """
@@ -59,13 +62,13 @@ def restore(
         state = _checked(critic[0], snapshot.critic, snapshot.critic_optimizer)
         parts.append((*critic, snapshot.critic, state))
     for part in parts:
-        _write(*part)
+        _write(*part, copy)
     if (generator := snapshot.random.get(f"{rank}/torch")) is not None:
         torch.set_rng_state(generator.clone())
 
 
 def _copies(model: nn.Module, _: torch.optim.Optimizer) -> Tensors:
-    return {name: _copied(tensor) for name, tensor in _weights(model).items()}
+    return {name: _copied(tensor) for name, tensor in named(model).items()}
 
 
 def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
@@ -76,7 +79,7 @@ def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
 
 def _checked(model: nn.Module, saved: Tensors, moments: Tensors) -> dict[str, Tensors]:
     """The optimizer's state by parameter. Raises InvalidInput when weights or state are not of this model."""
-    weights, parameters = _weights(model), dict(model.named_parameters())
+    weights, parameters = named(model), dict(model.named_parameters())
     if weights.keys() != saved.keys():
         missing, unexpected = weights.keys() - saved.keys(), saved.keys() - weights.keys()
         raise InvalidInput(
@@ -95,16 +98,17 @@ def _checked(model: nn.Module, saved: Tensors, moments: Tensors) -> dict[str, Te
     return state
 
 
-def _write(model: nn.Module, optimizer: torch.optim.Optimizer, saved: Tensors, state: dict[str, Tensors]) -> None:
-    weights, parameters = _weights(model), dict(model.named_parameters())
+def _write(model: nn.Module, optimizer: torch.optim.Optimizer, saved: Tensors, state: dict[str, Tensors], copy: bool) -> None:
+    weights, parameters = named(model), dict(model.named_parameters())
     for name, tensor in saved.items():
-        weights[name].copy_(tensor)
+        if tensor is not weights[name]:
+            weights[name].copy_(tensor)
     optimizer.state.clear()
     for name, moments in state.items():
         parameter = parameters[name]
         for moment, tensor in moments.items():  # the step count stays on the host, where AdamW keeps it
             place = "cpu" if moment == "step" else parameter.device
-            optimizer.state[parameter][moment] = tensor.to(place, copy=True)
+            optimizer.state[parameter][moment] = tensor.to(place, copy=copy)
 
 
 def whole(part: str, name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
@@ -114,7 +118,7 @@ def whole(part: str, name: str, shape: torch.Size, dtype: torch.dtype) -> torch.
 
 def shards_of(model: nn.Module, rank: int) -> Allocate:
     """Allocate: this rank's shards, laid out as the model's parameters are; of the random states only its own."""
-    layouts: Mapping[str, torch.Tensor] = _weights(model)
+    layouts: Mapping[str, torch.Tensor] = named(model)
 
     def allocate(part: str, name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
         if part == "random" and not name.startswith(f"{rank}/"):
@@ -127,7 +131,7 @@ def shards_of(model: nn.Module, rank: int) -> Allocate:
     return allocate
 
 
-def _weights(model: nn.Module) -> Tensors:
+def named(model: nn.Module) -> Tensors:
     """The state of a model by name, not copied. Tied weights appear once, under their first name."""
     seen: set[int] = set()
     state = model.state_dict(keep_vars=True)

@@ -1,6 +1,7 @@
 """Rank 0 leads, the others follow: the trainer's loop runs on rank 0 alone, and every call of its learner on all ranks.
 
     rank 0: TrainerLoop ──► Lead.step(...) ──"step"──► followers: ShardedLearner.step(...)        together, with collectives
+                            what concerns checkpoints ──► followers: checkpoints.Follower
                             an "idle" every few seconds, so that followers wait with a deadline even when no batch comes
 
 Consumes     (followers) the names of calls, broadcast by rank 0.
@@ -28,8 +29,9 @@ from torch import distributed as dist
 
 from services.trainer.learner import Metrics
 from services.trainer.packing import Group, Row
+from services.trainer.parallel.checkpoints import Follower
 from services.trainer.parallel.learner import ShardedLearner
-from services.trainer.snapshot import Snapshot
+from services.trainer.snapshot import Allocate, Snapshot
 from slipstream import config, logs
 from slipstream.manifest import RawTensor
 from slipstream.probes import Probes
@@ -67,7 +69,7 @@ class Lead:
         self._all("start_rl", keep_optimizer)
 
     def start_reference(self, first: Sequence[RawTensor] | None = None) -> None:
-        """None is needed: `refuse` saw to it."""
+        self._all("start_reference", first, shown=(None,))
 
     def weights(self) -> list[RawTensor]:
         return self._all("weights")
@@ -89,6 +91,25 @@ class Lead:
 
     def save_pretrained(self, folder: Path) -> None:
         self._all("save_pretrained", folder)
+
+    @property
+    def background(self) -> dist.ProcessGroup:
+        """All ranks, beside the steps."""
+        return self._own.background
+
+    def begin(self, name: str, *arguments: Any) -> None:
+        """See checkpoints.Leading."""
+        self._turn.acquire()
+        _tell((name, arguments))
+
+    def end(self) -> None:
+        """See checkpoints.Leading."""
+        self._last = time.monotonic()
+        self._turn.release()
+
+    def allocate(self) -> Allocate:
+        """Where rank 0's shards of a checkpoint go."""
+        return self._own.allocate()
 
     def close(self) -> None:
         """Let the followers go. Nothing may be called afterwards."""
@@ -145,19 +166,21 @@ def follow(run: config.RunFile) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with _dumped():
         learner = ShardedLearner(run)
+        checkpoints = Follower(run, learner, learner.background)
         while True:
             heard: list[Any] = [None]
             dist.broadcast_object_list(heard, src=0)
             name, arguments = heard[0]
             if name == CLOSE:
                 learner.close()
-                dist.destroy_process_group()
+                if checkpoints.close():
+                    dist.destroy_process_group()
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nobody needs us any more
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
                 return 0
             if name != IDLE:
                 with limited(run.trainer.parallel.step_timeout_s):
-                    getattr(learner, name)(*arguments)
+                    getattr(checkpoints if hasattr(checkpoints, name) else learner, name)(*arguments)
 
 
 @contextlib.contextmanager

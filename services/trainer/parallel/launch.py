@@ -12,11 +12,15 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slipstream import config, logs
 from slipstream.errors import ConfigError
+from slipstream.objects import ObjectStore
 from slipstream.service import arguments
+
+if TYPE_CHECKING:
+    from services.trainer.checkpoint import Checkpoints
 
 log = logs.get("trainer.parallel")
 
@@ -49,6 +53,15 @@ def learner_of(run: config.RunFile) -> Any:
     from services.trainer.parallel.conductor import Lead
 
     return Lead(run)
+
+
+def checkpoints_of(checkpoints: Checkpoints, learner: Any, store: ObjectStore, run: config.RunFile) -> Checkpoints:
+    """Those of the trainer's loop: the given ones of one process, or those of all ranks."""
+    if run.trainer.parallel.ranks == 1:
+        return checkpoints
+    from services.trainer.parallel.checkpoints import Led
+
+    return Led(store, run.run.name, run.trainer.keep_checkpoints, learner)
 
 
 def launch(ranks: int, argv: list[str]) -> int:

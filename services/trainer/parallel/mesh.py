@@ -6,10 +6,11 @@ the rest. Gradients arrive as sums over all ranks: the loss is multiplied by the
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -24,7 +25,7 @@ from transformers.distributed.utils import initialize_distributed_mesh
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from services.trainer.optimizer import MasterAdamW, NonFinite
-from services.trainer.parallel import cost
+from services.trainer.parallel import context, cost
 from services.trainer.parallel.baselines import AllGather, Copies
 from services.trainer.parallel.context_attention import kept
 from services.trainer.parallel.deep_ep import DeepEP
@@ -62,12 +63,22 @@ def join(settings: config.Parallel) -> torch.device:
 
 
 def _met(limit_s: float) -> tuple[Any, int, int]:
-    """All ranks are here with their models built: from now on nobody waits longer than a collective's time-out."""
+    """All ranks are here: from now on nobody waits longer than a collective's time-out, but for `met`."""
     limit = timedelta(seconds=limit_s)
     store, rank, ranks = next(iter(rendezvous("env://", timeout=limit)))
     store.set(f"ready/{rank}", "")
     store.wait([f"ready/{other}" for other in range(ranks)], limit)
     return store, rank, ranks
+
+
+def background(settings: config.Parallel) -> dist.ProcessGroup:
+    """All ranks, for what goes on beside the steps and takes longer than a collective may: starts and checkpoints."""
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=settings.start_timeout_s))
+
+
+def met(group: dist.ProcessGroup, settings: config.Parallel) -> None:
+    """Wait until every rank has filled its shards, however long its reading took. Raises RuntimeError naming who has not."""
+    dist.monitored_barrier(group, timedelta(seconds=settings.start_timeout_s), wait_all_ranks=True)
 
 
 def _links(settings: config.Parallel) -> None:
@@ -84,27 +95,52 @@ def _links(settings: config.Parallel) -> None:
         log.warning(f"EFA: {message}")
 
 
-def distribute(model: Any, run: config.RunFile, device: torch.device) -> tuple[Any, Exchanges]:
-    """Shard the built model, which every rank built alike. Raises ConfigError for what its family or the mesh cannot do."""
+def plan(model: Any, run: config.RunFile, device: torch.device) -> tuple[DistributedConfig, Exchanges]:
+    """What transformers is told of the mesh, and the exchanges that it will use. Raises ConfigError, as `fits` does."""
     settings = run.trainer.parallel
     fits(model, settings)
     exchanges = Exchanges(lambda group, experts, hidden, dtype: make(run, model, group, experts, hidden, device))
     name = f"slipstream_{settings.exchange}"
     if settings.experts > 1:
         register(name, exchanges)
-    try:
-        wanted = DistributedConfig(
-            tp_size=settings.tensor, fsdp_size=settings.ranks // settings.tensor, ep_size=settings.experts,
-            ep_implementation=name if settings.experts > 1 else "auto")
+    return DistributedConfig(
+        tp_size=settings.tensor, fsdp_size=settings.ranks // settings.tensor, ep_size=settings.experts,
+        ep_implementation=name if settings.experts > 1 else "auto"), exchanges
+
+
+def distribute(model: Any, run: config.RunFile, device: torch.device) -> tuple[Any, Exchanges]:
+    """Shard a model that every rank has built alike. Raises ConfigError for what its family or the mesh cannot do."""
+    wanted, exchanges = plan(model, run, device)
+    model = apply(model.to(device), run, wanted)
+    if run.trainer.parallel.recompute:
+        recompute(model)
+    return model, exchanges
+
+
+def apply(model: Any, run: config.RunFile, wanted: DistributedConfig) -> Any:
+    """Shard a model, which may have no memory yet. Raises ConfigError for what its family or the mesh cannot do.
+
+    Tied embeddings are in one FSDP group, the root's: transformers' plan would have them in two, which FSDP refuses.
+    """
+    if model.all_tied_weights_keys:
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        for name in [n for n, module in model.named_modules() if any(module is end for end in ends)]:
+            model._fsdp_plan.pop(name, None)
+    with told(run, type(model).__name__):
         _, meshes = initialize_distributed_mesh(wanted)
-        model = type(model).maybe_distribute_model(model.to(device), wanted, meshes)
-        if settings.recompute:
-            recompute(model)
+        return type(model).maybe_distribute_model(model, wanted, meshes)
+
+
+@contextlib.contextmanager
+def told(run: config.RunFile, what: str) -> Iterator[None]:
+    """What transformers refuses, with the names of our settings."""
+    settings = run.trainer.parallel
+    try:
+        yield
     except (ValueError, RuntimeError) as error:
         raise ConfigError(
             f"trainer.parallel (ranks {settings.ranks}, experts {settings.experts}, tensor {settings.tensor}) does not fit "
-            f"{type(model).__name__}: {' '.join(str(error).split())[:300]}") from error
-    return model, exchanges
+            f"{what}: {' '.join(str(error).split())[:300]}") from error
 
 
 def fits(model: Any, settings: config.Parallel) -> None:
@@ -121,6 +157,7 @@ def fits(model: Any, settings: config.Parallel) -> None:
     if settings.tensor > 1 and not model.tp_plan:
         raise ConfigError(
             f"trainer.parallel.tensor = {settings.tensor}, but {type(model).__name__} has no plan for tensors; set tensor = 1")
+    context.fits(model, settings)
 
 
 def recompute(model: Any) -> None:
@@ -209,7 +246,7 @@ def clipped_step(
         optimizer.zero_grad(set_to_none=True)
         raise NonFinite(f"{what}: the gradient norm is {norm}, the loss {loss}; nothing was applied", "NON_FINITE_GRADIENT")
     for part in parts:
-        clip_grads_with_norm_(part, max_norm, torch.tensor(norm, device=part[0].device), foreach=False)
+        clip_grads_with_norm_(part, max_norm, torch.tensor(norm, dtype=torch.float64, device=part[0].device), foreach=False)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm
@@ -220,8 +257,19 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's share."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def laid_out(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """This rank's share of a tensor that every rank holds whole, placed as `like` is."""
     if not isinstance(like, DTensor):
         return tensor.to(like.device)
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+@torch.no_grad()
+def place(tensor: torch.Tensor, like: torch.Tensor) -> None:
+    """Write this rank's share of a whole tensor into `like`."""
+    like.copy_(laid_out(tensor.detach(), like))
