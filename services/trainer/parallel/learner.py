@@ -137,7 +137,8 @@ def refuse(run: config.RunFile) -> None:
          "algorithm.balance_coefficient and router_z_coefficient"),
         (run.rollout.capture_routes and run.algorithm.route_replay != "none",
          f"algorithm.route_replay = {run.algorithm.route_replay} with rollout.capture_routes"),
-        (run.trainer.mini_steps > 1, "trainer.minibatches or epochs above 1"),
+        (run.algorithm.route_replay == "trainer" and run.trainer.parallel.context > 1,
+         "algorithm.route_replay = trainer beside trainer.parallel.context above 1"),
         (run.deterministic, "schedule.deterministic"),
     ]
     if found := [what for broken, what in refused if broken]:
