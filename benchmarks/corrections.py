@@ -7,9 +7,11 @@ Same warm-up, tasks, optimizer and random streams in all arms; rewards are means
 processes on two cores.
 
     on policy           the default preset at lag 0: what old data is measured against
-    at --lag            `clip` (async-moe), `decoupled`, `gspo`, `dppo`: each must learn; and controls without a trust region.
-                        `reinforce` takes old data as if it were fresh, which a run file may not ask for; `truncated` weighs it
-                        by min(pi / mu, 2) and no more; `cispo` caps the weight on both sides and lets every gradient pass
+    at --lag            `clip` (async-moe), `decoupled`, `gspo`, `dppo`, `two steps` (decoupled PPO with two optimizer steps per
+                        batch: its anchor is a pass before them, whose routes both replay): each must learn; and controls
+                        without a trust region. `reinforce` takes old data as if it were fresh, which a run file may not ask
+                        for; `truncated` weighs it by min(pi / mu, 2) and no more; `cispo` caps the weight on both sides and
+                        lets every gradient pass
     presets at lag 1    `grpo`, `dapo`, `gspo-moe`, `async-moe`, `ppo` as they are, at the demo's lag
 
     start               mean reward of the first batch
@@ -47,6 +49,7 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
     "decoupled": {"anchor": "interpolated", "correction": "truncated"},
     "gspo": {"preset": "gspo-moe", "clip_low": 3e-3, "clip_high": 4e-3},
     "dppo": {"policy_loss": "dppo_tv", "clip_high": 0.2},
+    "two steps": {"anchor": "recomputed", "correction": "truncated", "route_replay": "trainer"},
     "cispo": {"policy_loss": "cispo"},
     "truncated": {"anchor": "recomputed", "correction": "truncated"},
     "reinforce": {"anchor": "recomputed", "correction": "none"},
@@ -56,6 +59,8 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
     "preset async-moe": {"preset": "async-moe"},
     "preset ppo": {"preset": "ppo"},
 }
+# Arms with more than one optimizer step per batch: their [trainer] on top of the demo's.
+TRAINER: Mapping[str, Mapping[str, Any]] = {"two steps": {"minibatches": 2}}
 
 
 def lag_of(arm: str, lag: int) -> int:
@@ -69,7 +74,8 @@ def run_of(arm: str, seed: int, steps: int, lag: int) -> RunFile:
                       "schedule.deterministic=false"])
     if arm == UNCORRECTED:
         return run.model_copy(update={"algorithm": Algorithm().model_copy(update=ARMS[arm])})
-    return parse(run.model_dump(mode="json") | {"algorithm": dict(ARMS[arm])})
+    data = run.model_dump(mode="json")
+    return parse(data | {"algorithm": dict(ARMS[arm]), "trainer": data["trainer"] | TRAINER.get(arm, {})})
 
 
 def rewards(job: tuple[int, str, int, int]) -> tuple[int, str, list[float], float]:

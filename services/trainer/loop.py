@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 from services.trainer import final_model
 from services.trainer.alarms import Alarms
 from services.trainer.batches import BatchReader, TrainingBatch
-from services.trainer.check import prove_forward
+from services.trainer.check import positions_suffice, prove_forward
 from services.trainer.checkpoint import Checkpoints, Header
 from services.trainer.learner import Learner, Metrics, Snapshot
 from services.trainer.nonfinite import SkipRecord
@@ -336,6 +336,7 @@ class TrainerLoop:
             self._works += 1
 
         self.learner.model.register_forward_hook(count)
+        positions_suffice(self.learner.model, self.settings)
         prove_forward(self.learner, self.settings)
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, None]) -> bool:

@@ -42,6 +42,7 @@ def test_presets_are_starting_points_that_keys_override():
     (dict(kl="k3", kl_in="reward"), "only k1 is unbiased there"),
     (dict(kl="k1"), "its gradient is 0 on average"),
     (dict(preset="dapper"), "'gspo-moe' or 'ppo'"),
+    (dict(preset="ppo", advantage="grpo"), "preset = ppo with advantage = grpo: the preset is GAE with a critic"),
 ])
 def test_contradictions_are_refused_with_the_reason(settings, words):
     """At the run file, before anything starts."""
