@@ -3,7 +3,7 @@
     python -m benchmarks.buffer --json FILE [--rounds 5] [--seconds 60] [--samples 1000000] [--only put,fold,codec,scale,soak]
 
 Ratios above 1 are faster than what they are compared with:
-    put_ratio_*      bytes per second of SubmitSamples over pipelined HSET + XADD of the same bodies into the same Redis
+    put_ratio_*      bytes per second of StreamSamples over pipelined HSET + XADD of the same bodies into the same Redis
     fetch_ratio_*    bytes per second of ReadBatch over pipelined HMGET of the same bodies from the same Redis
     folded_over_single   time of one EVALSHA per put over that of one folded EVALSHA: 64 durable puts of 4 KB
     codec_ratio      time of packed protobuf over that of slipstream.sample, encode + decode of 32k tokens
@@ -29,13 +29,14 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from benchmarks import soak, workers
 from benchmarks.record import publish
-from benchmarks.served_buffer import ServedBuffer, body_of, finished, redis_server, run_of, served
+from benchmarks.served_buffer import ServedBuffer, body_of, handed, redis_server, run_of, served
 from services.buffer.ledger import Lease, Rules, Submit, Version
 from services.buffer.redis_ledger import RedisLedger, connect
-from slipstream import rpc, sample
+from slipstream import rpc, sample, sample_stream
+from slipstream.sample_stream import Handed
 
 SIZES = {"4k": (512, 128, 8), "108k": (13_500, 32, 8), "428k": (53_500, 8, 8)}  # tokens, groups, samples in a group
-FRAME_BYTES, FLIGHT = 1 << 20, 8
+FRAME_BYTES = 1 << 20
 FOLD, FOLD_TOKENS = 64, 512
 CODEC_TOKENS = 32_768
 T = TypeVar("T")
@@ -54,17 +55,13 @@ def frames(items: Sequence[T], size: Callable[[T], int]) -> Iterator[list[T]]:
         yield frame
 
 
-async def put(buffer: ServedBuffer, samples: Sequence[Any]) -> float:
-    """Seconds to submit all, FLIGHT calls of about 1 MB at a time."""
-    flight = asyncio.Semaphore(FLIGHT)
-
-    async def send(frame: Sequence[Any]) -> None:
-        async with flight:
-            results = (await buffer.client.submit(*frame)).results
-            assert not any(r.status.code for r in results), results[0]
-
-    started = time.perf_counter()
-    await asyncio.gather(*(send(frame) for frame in frames(samples, lambda s: len(s.body))))
+async def put(buffer: ServedBuffer, samples: Sequence[Handed]) -> float:
+    """Seconds to hand in all over one stream."""
+    started, count = time.perf_counter(), 0
+    async for results in sample_stream.submit(buffer.stream, "rollout-0", samples, 60):
+        assert not any(r.status.code for r in results), results[0]
+        count += len(results)
+    assert count == len(samples)
     return time.perf_counter() - started
 
 
@@ -101,7 +98,7 @@ async def put_and_fetch(folder: Path, name: str, rounds: int) -> dict[str, float
         for batch in range(1, rounds + 2):
             body = body_of(tokens, batch - 1)
             leases = (await buffer.client.lease(groups * size)).leases
-            samples = [finished(lease, body) for lease in leases[:groups * size]]
+            samples = [handed(lease, body) for lease in leases[:groups * size]]
             served_s, direct_s = await put(buffer, samples), put_directly(direct, samples)
             started = time.perf_counter()
             assert (await buffer.client.batch(batch)).HasField("batch")

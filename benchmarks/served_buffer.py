@@ -19,11 +19,12 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from benchmarks.cost import process_cpu_s
-from slipstream import rpc, sample
+from slipstream import rpc, sample, sample_stream
 from slipstream.cli import embedded_redis
 from slipstream.config import RunFile, parse
 from slipstream.protos.buffer.v1 import batches_pb2_grpc, policy_pb2_grpc, samples_pb2, samples_pb2_grpc
@@ -38,6 +39,7 @@ class ServedBuffer:
     """The processes and their client. `redis_url` is for direct comparisons on the same server."""
 
     client: Client
+    stream: Any  # StreamSamples, see slipstream.sample_stream
     address: str
     redis_url: str
     buffer_pid: int
@@ -113,7 +115,7 @@ async def served(folder: Path, run: RunFile) -> AsyncIterator[ServedBuffer]:
             client = Client(
                 None, samples_pb2_grpc.SampleServiceStub(channel), None, batches_pb2_grpc.BatchServiceStub(channel),
                 policy_pb2_grpc.PolicyServiceStub(channel), None)
-            yield ServedBuffer(client, address, url, pid, redis_pid)
+            yield ServedBuffer(client, sample_stream.method(channel), address, url, pid, redis_pid)
             await channel.close()
 
 
@@ -139,8 +141,15 @@ def body_of(tokens: int, step: int = 0) -> Body:
 
 def finished(lease: samples_pb2.SampleLease, body: Body) -> samples_pb2.SubmittedSample:
     """What a worker hands in for a lease: this body, and a reward from the environment."""
+    submitted = handed(lease, body).sample
+    submitted.body = body.data
+    return submitted
+
+
+def handed(lease: samples_pb2.SampleLease, body: Body) -> sample_stream.Handed:
+    """The same for a stream."""
     submitted = samples_pb2.SubmittedSample(
-        lease=lease.lease, body=body.data, crc32c=body.crc32c, tokens=body.tokens, generated_tokens=body.tokens - 1,
+        lease=lease.lease, crc32c=body.crc32c, tokens=body.tokens, generated_tokens=body.tokens - 1,
         oldest_step=body.step, newest_step=body.step)
     submitted.score.scalar = 1.0
-    return submitted
+    return sample_stream.Handed(submitted, body.data)

@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,8 @@ _OWN = "rollout reward trainer buffer cli"  # the run's services, and the person
 
 # Service, methods, roles. Closed: a method that is not here is nobody's. tests/contract/test_security.py tries every pair.
 _TABLE = (
-    ("buffer.v1.SampleService", "LeaseSamples HeartbeatSamples SubmitSamples SubmitPartials ReleaseSamples", "rollout"),
+    ("buffer.v1.SampleService", "LeaseSamples HeartbeatSamples SubmitSamples StreamSamples SubmitPartials ReleaseSamples",
+     "rollout"),
     ("buffer.v1.ScoreService", "LeaseUnscored HeartbeatScoring SubmitScores", "reward"),
     ("buffer.v1.BatchService", "TakeIncarnation LeaseBatch ReadBatch CommitBatches", "trainer"),
     ("buffer.v1.PolicyService", "ReserveVersion PublishVersion", "trainer"),
@@ -52,6 +53,7 @@ _TABLE = (
 ALLOWED: dict[str, frozenset[str]] = {
     f"slipstream.{service}/{method}": frozenset(roles.split())
     for service, methods, roles in _TABLE for method in methods.split()}
+_ARITY = {False: "unary", True: "stream"}
 # Services that anybody who reaches the port may ask: probes and tools. They tell health and the public contract.
 OPEN = frozenset({"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection", "grpc.reflection.v1.ServerReflection"})
 
@@ -156,35 +158,48 @@ class RoleInterceptor(grpc.aio.ServerInterceptor):
         """The same handler behind the checks. A request stays bytes until its caller is known: nobody else's is parsed."""
         read: Callable[[Any], Any] = handler.request_deserializer or bytes
 
-        def admit(request: bytes, context: grpc.aio.ServicerContext) -> tuple[Caller, Any]:
+        def known(context: grpc.aio.ServicerContext) -> Caller:
             caller = identify(method, header, context.auth_context(), self._credentials, self._unix())
             authorise(method, caller)
-            if not caller.name:
-                caller = self._own(caller, context.peer())
+            return caller if caller.name else self._own(caller, context.peer())
+
+        def admit(request: bytes, caller: Caller) -> Any:
             if caller.calls_per_minute or caller.bytes_per_minute:
                 self._quotas.take(caller.name, caller.calls_per_minute, caller.bytes_per_minute, len(request))
             try:
-                return caller, read(request)
+                return read(request)
             except DecodeError as error:
                 raise InvalidInput(f"{method}: the request is not of its type: {error}", "MESSAGE", method=method) from None
 
         async def one(request: Any, context: grpc.aio.ServicerContext) -> Any:
-            caller, request = admit(request, context)
-            response = await inner(request, context)
+            caller = known(context)
+            response = await inner(admit(request, caller), context)
             self._charge(caller, response)
             return response
 
         async def many(request: Any, context: grpc.aio.ServicerContext) -> Any:
-            caller, request = admit(request, context)
-            async for response in inner(request, context):
+            caller = known(context)
+            async for response in inner(admit(request, caller), context):
                 self._charge(caller, response)
                 yield response
 
-        if handler.request_streaming:
-            raise NotImplementedError(f"{method} streams requests, which nothing checks yet")
-        kind = "unary_stream" if handler.response_streaming else "unary_unary"
+        async def streams(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> Any:
+            """The caller is known before the first request is read; a quota counts each of them as a call."""
+            caller = known(context)
+
+            async def admitted() -> AsyncIterator[Any]:
+                async for request in requests:
+                    yield admit(request, caller)
+
+            async for response in inner(admitted(), context):
+                self._charge(caller, response)
+                yield response
+
+        kind = f"{_ARITY[handler.request_streaming]}_{_ARITY[handler.response_streaming]}"
         inner = getattr(handler, kind)
-        guard = many if inspect.isasyncgenfunction(inner) else one
+        if handler.request_streaming and not handler.response_streaming:
+            raise NotImplementedError(f"{method} streams requests for one answer, which nothing checks yet")
+        guard = streams if handler.request_streaming else many if inspect.isasyncgenfunction(inner) else one
         return getattr(grpc, f"{kind}_rpc_method_handler")(guard, None, handler.response_serializer)
 
     def _own(self, caller: Caller, peer: str) -> Caller:

@@ -102,8 +102,10 @@ def turn_numbers(sample: Sample) -> list[np.ndarray]:
     return found
 
 
-def crc32c(data: bytes) -> int:
-    """CRC-32C (Castagnoli) of `data`."""
+def crc32c(data: bytes | memoryview) -> int:
+    """CRC-32C (Castagnoli) of `data`. google_crc32c takes no memoryview, but an array that looks through one."""
+    if isinstance(data, memoryview):
+        return google_crc32c.value(np.frombuffer(data, np.uint8)) if len(data) else 0
     return google_crc32c.value(data)
 
 
@@ -154,10 +156,10 @@ def encode(sample: Sample) -> bytes:
     return body.SerializeToString()
 
 
-def decode(data: bytes) -> Sample:
+def decode(data: bytes | memoryview) -> Sample:
     """A body as arrays. Raises InvalidInput naming the field, whatever the bytes are."""
     try:
-        body = sample_pb2.SampleBody.FromString(data)
+        body = sample_pb2.SampleBody.FromString(data)  # type: ignore[arg-type]  # any buffer will do
     except DecodeError:
         raise InvalidInput(f"the body is not a SampleBody ({len(data)} bytes)", "BODY") from None
     return Sample([_segment(s, i) for i, s in enumerate(body.segments)], body.finish_reason, body.info_json)

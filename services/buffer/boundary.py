@@ -14,18 +14,19 @@ from google.protobuf.message import DecodeError
 
 from services.buffer.front import to_lease
 from services.buffer.ledger import Partial, Submit
-from services.buffer.wire import LARGE, cut
+from services.buffer.wire import cut
 from slipstream import sample
 from slipstream.errors import InvalidInput
 from slipstream.protos.buffer.v1 import samples_pb2
 from slipstream.protos.types.v1 import sample_pb2, tensor_pb2
 
 _INT32, _FLOAT32 = tensor_pb2.DTYPE_INT32, tensor_pb2.DTYPE_FLOAT32
+_LARGE = 512 << 10  # bytes of a body from which on a parse, which copies its tensors, takes longer than a cut
 _EMPTY_SCORE = b"\x2a\x00"  # a Score with its empty `failure` written out
 Found = tuple[int, int, Sequence[tuple[int, int]]]  # tokens, generated tokens, distinct (step, incarnation)
 
 
-def checked_sample(wire: samples_pb2.SubmittedSample, body: bytes) -> Submit:
+def checked_sample(wire: samples_pb2.SubmittedSample, body: bytes | memoryview) -> Submit:
     """A submitted sample: checksum, contents, header against body, score. Raises InvalidInput with the reason to count."""
     lease = to_lease(wire.lease)
     if wire.failure:
@@ -33,7 +34,7 @@ def checked_sample(wire: samples_pb2.SubmittedSample, body: bytes) -> Submit:
     checksum = wire.crc32c
     if sample.crc32c(body) != checksum:
         raise InvalidInput(f"the body of draw {lease.draw} sample {lease.sample} has another crc32c; send it again", "CRC")
-    tokens, generated, steps = (_plain(body) if len(body) < LARGE else _plain_large(body)) or _thorough(body)
+    tokens, generated, steps = (_plain(body) if len(body) < _LARGE else _plain_large(body)) or _thorough(body)
     told = (wire.tokens, wire.generated_tokens, wire.oldest_step, wire.newest_step)
     if (found := (tokens, generated, steps[0][0], steps[-1][0])) != told:
         raise InvalidInput(
@@ -58,10 +59,10 @@ def checked_score(score: sample_pb2.Score) -> bytes:
     return score.SerializeToString() or _EMPTY_SCORE
 
 
-def _plain(body: bytes) -> Found | None:
+def _plain(body: bytes | memoryview) -> Found | None:
     """What the ledger needs of a body, if all is well with it and it has one segment without routes."""
     try:
-        message = sample_pb2.SampleBody.FromString(body)
+        message = sample_pb2.SampleBody.FromString(body)  # type: ignore[arg-type]  # any buffer will do
     except DecodeError:
         return None
     if len(message.segments) != 1:
@@ -71,7 +72,7 @@ def _plain(body: bytes) -> Found | None:
     return _plain_segment(segment, tokens, tokens.data, logprobs, logprobs.data)
 
 
-def _plain_large(body: bytes) -> Found | None:
+def _plain_large(body: bytes | memoryview) -> Found | None:
     """The same, with the tensors' data left where they are."""
     try:
         rest, found = cut(memoryview(body), (1,))
@@ -121,7 +122,7 @@ def _are_logprobs(data: bytes | memoryview) -> bool:
     return bool(values.max() <= 0 and values.min() > -math.inf)  # a NaN fails both
 
 
-def _thorough(body: bytes) -> Found:
+def _thorough(body: bytes | memoryview) -> Found:
     decoded = sample.decode(body)
     sample.validate(decoded)
     return decoded.tokens, decoded.generated_tokens, _steps(decoded)

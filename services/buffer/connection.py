@@ -28,10 +28,10 @@ SCHEMES = ("redis", "rediss", "unix")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 # One command after the other, each told apart when it is denied: a script stops at its first error. The order cleans up.
 COMMANDS = (
-    "HSET k f 1", "HGET k f", "HGETALL k", "HMGET k f", "HINCRBY k f 1", "HEXISTS k f", "HLEN k", "HKEYS k", "HDEL k f",
-    "DEL k", "ZADD k 1 m", "ZSCORE k m", "ZCARD k", "ZRANGE k 0 -1", "ZRANGEBYSCORE k 0 1", "ZREM k m",
-    "ZREMRANGEBYSCORE k 0 1", "DEL k", "XADD k * f 1", "XLEN k", "XRANGE k - +", "XDEL k 1-1", "DEL k",
-    "RPUSH k e", "LRANGE k 0 -1", "LLEN k", "DEL k", "TIME")
+    "HSET k f 1", "HSETNX k g 1", "HGET k f", "HGETALL k", "HMGET k f", "HINCRBY k f 1", "HEXISTS k f", "HLEN k", "HKEYS k",
+    "HDEL k f", "DEL k", "ZADD k 1 m", "ZSCORE k m", "ZCARD k", "ZRANGE k 0 -1", "ZRANGEBYSCORE k 0 1", "ZREM k m",
+    "ZREMRANGEBYSCORE k 0 1", "DEL k", "XADD k * f 1", "XLEN k", "XRANGE k - +", "XDEL k 1-1", "DEL k", "RPUSH k e",
+    "LRANGE k 0 -1", "LLEN k", "DEL k", "TIME")
 _PROBE = """
 local denied = {}
 for _, line in ipairs(cjson.decode(ARGV[1])) do

@@ -113,7 +113,7 @@ class Submit:
     """One finished sample. `steps` are the distinct (step, incarnation) pairs of its version spans."""
 
     lease: Lease
-    body: bytes
+    body: bytes | memoryview
     crc32c: int
     tokens: int
     generated_tokens: int

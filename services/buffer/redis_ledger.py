@@ -46,11 +46,13 @@ from services.buffer.ledger import (
     refuse,
     shape_of,
 )
-from services.buffer.scripts import Scripts
+from services.buffer.scripts import Blob, Scripts
 from slipstream.errors import Unavailable
 
 __all__ = ["RedisLedger", "connect", "verify"]
 BODIES_AT_ONCE = 1 << 20
+BESIDE_BYTES = 16 << 10  # of a body that goes beside its script (see Scripts.run); for less, that costs more than it saves
+_EXACT = 1 << 53  # numbers that Lua knows
 _OUTCOMES = {o.value: o for o in Outcome}
 
 
@@ -65,6 +67,7 @@ class RedisLedger:
         self._scripts = Scripts(client, rules.run, {**dataclasses.asdict(rules), "schema": SCHEMA})
         self._observe = observe  # told of each script and its time in seconds
         self._now_ms = now_ms or (lambda: 0)
+        self.beside_bytes = BESIDE_BYTES
         self._cursor: TaskCursor | None = None
         self._proposals: list[tuple[str, int]] = []  # tasks of the cursor's positions `_start`, `_start` + 1, ...
         self._tasks: Iterator[tuple[str, int]] = iter(())  # those after them
@@ -79,14 +82,16 @@ class RedisLedger:
         await self._run("open", {"schema": SCHEMA, "shape": shape_of(self.rules)})
 
     async def _run(
-            self, name: str, request: Any, leases: Sequence[Lease] = (), items: bytes = b"", blobs: Sequence[bytes] = (),
+            self, name: str, request: Any, leases: Sequence[Lease] = (), items: bytes = b"", blobs: Sequence[Blob] = (),
+            bodies: Sequence[tuple[str, Blob]] = (),
     ) -> tuple[Any, bytes, list[bytes]]:
         scripts = self._scripts
         if scripts.lost_connection and name not in ("open", "grace"):
             await self.grace()  # before anything can expire
         started = time.perf_counter()
         try:
-            result, topics, answer, bodies = await scripts.run(name, request, rows.leases(leases), items, blobs, self._now_ms())
+            result, topics, answer, parts = await scripts.run(
+                name, request, rows.leases(leases), items, blobs, self._now_ms(), bodies)
         except Unavailable as error:
             if error.reason == "LEDGER_EMPTY":
                 await self._open()
@@ -94,7 +99,7 @@ class RedisLedger:
         self._observe(name, time.perf_counter() - started)
         if topics:
             self.on_change(topics)
-        return result, answer, bodies
+        return result, answer, parts
 
     # --- hop 1 and 2
 
@@ -153,9 +158,18 @@ class RedisLedger:
 
     async def submit_samples(self, submits: Sequence[Submit]) -> list[Outcome]:
         """Store finished samples: one script, one fsync, for the whole list."""
-        blobs = [part for s in submits for part in (s.body, s.score or s.transcript)]
-        leases = [s.lease for s in submits]
-        return self._outcomes(len(submits), await self._run("submit_samples", {}, leases, rows.submits(submits), blobs))
+        leases, beside = [s.lease for s in submits], self._beside(submits)
+        blobs = [part for n, s in enumerate(submits) for part in (b"" if n in beside else s.body, s.score or s.transcript)]
+        bodies = [(name, submits[n].body) for n, name in beside.items()]
+        answer = await self._run("submit_samples", {}, leases, rows.submits(submits, beside), blobs, bodies)
+        return self._outcomes(len(submits), answer)
+
+    def _beside(self, submits: Sequence[Submit]) -> dict[int, str]:
+        """Positions and names of the bodies that go beside the script: the large ones, unless one name is there twice."""
+        found = {
+            n: f"{s.lease.draw}:{s.lease.sample}" for n, s in enumerate(submits)
+            if len(s.body) >= self.beside_bytes and not s.failure and s.lease.draw < _EXACT}
+        return found if len(set(found.values())) == len(found) else {}
 
     async def submit_partials(self, partials: Sequence[Partial]) -> list[Outcome]:
         leases, blobs = [p.lease for p in partials], [p.body for p in partials]

@@ -8,13 +8,13 @@ Leases that only their sample tells apart travel as one run. Example: samples 3 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from services.buffer.ledger import Lease, Partial, Scored, Submit
 
 _LEASES = struct.Struct("<QIIII")
-_SUBMIT = struct.Struct("<BdI")  # 1 = scored + 2 = bounded, reward, bytes of info
+_SUBMIT = struct.Struct("<BdI")  # 1 = scored + 2 = bounded + 4 = the body is beside the script, reward, bytes of info
 _INFO = struct.Struct("<IIIIII")  # crc32c, tokens, generated tokens, bytes of body, transcript, spilled body; the steps follow
 _PARTIAL = struct.Struct("<?I")
 _LENGTH = struct.Struct("<I")
@@ -40,14 +40,14 @@ def leases(items: Iterable[Lease]) -> bytes:
     return b"".join(runs)
 
 
-def submits(items: Iterable[Submit]) -> bytes:
-    """What the ledger keeps of samples, beside their bodies."""
+def submits(items: Iterable[Submit], beside: Collection[int] = ()) -> bytes:
+    """What the ledger keeps of samples, beside their bodies; of those at the positions `beside`, the script gets no body."""
     parts: list[bytes] = []
-    for s in items:
+    for n, s in enumerate(items):
         transcript = 0 if s.score else len(s.transcript)
         info = _INFO.pack(s.crc32c, s.tokens, s.generated_tokens, len(s.body), transcript, s.spilled) + _steps(s.steps)
         failure = s.failure.encode()
-        kind = bool(s.score) + 2 * s.bounded
+        kind = bool(s.score) + 2 * s.bounded + 4 * (n in beside)
         parts += _SUBMIT.pack(kind, s.reward + 0.0, len(info)), info, _LENGTH.pack(len(failure)), failure
     return b"".join(parts)
 

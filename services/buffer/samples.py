@@ -1,6 +1,6 @@
 """SampleService: hops 1 and 2.
 
-Consumes: LeaseSamples, HeartbeatSamples, SubmitSamples, SubmitPartials, ReleaseSamples of rollout workers.
+Consumes: LeaseSamples, HeartbeatSamples, SubmitSamples, StreamSamples, SubmitPartials, ReleaseSamples of rollout workers.
 Produces: leases; samples in the ledger, unscored or scored.
 Waits for: something to lease (long poll). Unblocked by: a published version, a numbered or committed batch, a lease given
 back or lapsed, a dropped group, the end of the wait.
@@ -8,21 +8,24 @@ back or lapsed, a dropped group, the end of the wait.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from google.protobuf import duration_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
 from services.buffer.boundary import checked_partial, checked_sample
 from services.buffer.fold import Fold
+from services.buffer.frames import answered
 from services.buffer.front import Front, from_lease, require, shielded, to_lease
 from services.buffer.ledger import Grant, Granted, Outcome, Submit
 from services.buffer.sentences import lease_sentence
 from services.buffer.spill import Spill
-from services.buffer.wire import Submitted
+from services.buffer.wire import Submitted, submitted
 from slipstream import rpc, seeds
-from slipstream.errors import Fenced, SlipstreamError
+from slipstream.errors import Fenced, InvalidInput, SlipstreamError
 from slipstream.objects import ObjectStore
 from slipstream.protos.buffer.v1 import samples_pb2, samples_pb2_grpc
 
@@ -111,6 +114,24 @@ class SampleServicer(samples_pb2_grpc.SampleServiceServicer):
 
     async def SubmitSamples(  # pyright: ignore[reportIncompatibleMethodOverride]  # the request as wire.py reads it
             self, request: Submitted, context: Any) -> samples_pb2.SubmitSamplesResponse:
+        return samples_pb2.SubmitSamplesResponse(results=await self._results(request))
+
+    async def StreamSamples(  # pyright: ignore[reportIncompatibleMethodOverride]  # requests as bytes
+            self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[samples_pb2.StreamSamplesResponse]:
+        """Frames are checked as they come and stored together with whatever else is there; answers keep their order."""
+        async with contextlib.aclosing(answered(requests, self._frame)) as answers:
+            async for results in answers:
+                yield samples_pb2.StreamSamplesResponse(results=results)
+
+    async def _frame(self, data: bytes) -> list[samples_pb2.SubmitResult]:
+        try:
+            request = submitted(data)
+        except DecodeError as error:
+            raise InvalidInput(f"StreamSamples: a frame is no StreamSamplesRequest: {error}", "MESSAGE") from None
+        return await self._results(request)
+
+    async def _results(self, request: Submitted) -> list[samples_pb2.SubmitResult]:
+        """Check and store; one result for each sample."""
         submits: list[Submit] = []
         refused: dict[int, samples_pb2.SubmitResult] = {}
         for n, (wire, body) in enumerate(request.samples):
@@ -121,10 +142,9 @@ class SampleServicer(samples_pb2_grpc.SampleServiceServicer):
         outcomes = await self._submit(submits)
         self._count(submits, outcomes)
         if not refused and outcomes.count(Outcome.ACCEPTED) == len(submits):
-            return samples_pb2.SubmitSamplesResponse(results=[_ACCEPTED] * len(submits))
+            return [_ACCEPTED] * len(submits)
         given = iter(map(self._result, outcomes, submits))
-        return samples_pb2.SubmitSamplesResponse(
-            results=[refused[n] if n in refused else next(given) for n in range(len(request.samples))])
+        return [refused[n] if n in refused else next(given) for n in range(len(request.samples))]
 
     def _result(self, outcome: Outcome, submit: Submit) -> samples_pb2.SubmitResult:
         if outcome is Outcome.ACCEPTED:

@@ -21,13 +21,13 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
 class Submitted(NamedTuple):
-    """A SubmitSamplesRequest whose bodies are beside their samples."""
+    """A SubmitSamplesRequest whose bodies are beside their samples; large ones are views of what was received."""
 
-    samples: Sequence[tuple[samples_pb2.SubmittedSample, bytes]]
+    samples: Sequence[tuple[samples_pb2.SubmittedSample, bytes | memoryview]]
 
 
 def submitted(data: bytes) -> Submitted:
-    """Reads a SubmitSamplesRequest. Raises DecodeError."""
+    """Reads a SubmitSamplesRequest, or a StreamSamplesRequest, which is laid out alike. Raises DecodeError."""
     if len(data) < LARGE:
         return Submitted([(s, s.body) for s in samples_pb2.SubmitSamplesRequest.FromString(data).samples])
     rest, found = cut(memoryview(data), (_SAMPLES,))
@@ -35,12 +35,12 @@ def submitted(data: bytes) -> Submitted:
     return Submitted([_submitted_sample(view) for view in found[_SAMPLES]])
 
 
-def _submitted_sample(data: memoryview) -> tuple[samples_pb2.SubmittedSample, bytes]:
+def _submitted_sample(data: memoryview) -> tuple[samples_pb2.SubmittedSample, bytes | memoryview]:
     if len(data) < LARGE:
         sample = samples_pb2.SubmittedSample.FromString(data)  # type: ignore[arg-type]  # any buffer will do
         return sample, sample.body
     rest, found = cut(data, (_BODY,))
-    return samples_pb2.SubmittedSample.FromString(rest), bytes(found[_BODY][-1]) if found[_BODY] else b""
+    return samples_pb2.SubmittedSample.FromString(rest), found[_BODY][-1] if found[_BODY] else b""
 
 
 def cut(data: memoryview, numbers: Collection[int]) -> tuple[bytes, dict[int, list[memoryview]]]:
@@ -88,7 +88,7 @@ def _varint(data: memoryview, position: int) -> tuple[int, int]:
 
 
 def add_sample_service(servicer: Any, server: Any) -> None:
-    """As the generated function of the same purpose, but bodies reach SubmitSamples unparsed."""
+    """As the generated function of the same purpose, but bodies reach SubmitSamples, and frames StreamSamples, unparsed."""
     samples_pb2_grpc.add_SampleServiceServicer_to_server(servicer, _Unparsed(server))  # pyright: ignore[reportArgumentType]
 
 
@@ -102,5 +102,7 @@ class _Unparsed:
         """The same methods as below, whose types cannot be changed any more."""
 
     def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
-        handlers = {**handlers, "SubmitSamples": handlers["SubmitSamples"]._replace(request_deserializer=submitted)}
+        handlers = {
+            **handlers, "SubmitSamples": handlers["SubmitSamples"]._replace(request_deserializer=submitted),
+            "StreamSamples": handlers["StreamSamples"]._replace(request_deserializer=None)}
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))

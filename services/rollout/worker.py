@@ -1,6 +1,6 @@
 """Hops 1 and 2 of the walk: lease samples, play their episodes, submit them.
 
-consumes: leases (buffer, LeaseSamples, a long poll)    produces: samples (buffer, SubmitSamples), partials at a drain
+consumes: leases (buffer, LeaseSamples, a long poll)    produces: samples (buffer, SubmitSamples or StreamSamples), partials
 waits for: work; free slots; the version that a lease asks for; the buffer when it is away
 unblocked by: a grant; a finished sample; a swap; the buffer's return
 
@@ -16,11 +16,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
+from google.rpc import code_pb2
+
 from services.rollout.engine import Engine
 from services.rollout.evidence import Evidence
 from services.rollout.player import Key, Player, key_of
 from services.rollout.weights import Weights
-from slipstream import logs, rpc, tracing
+from slipstream import logs, rpc, sample_stream, tracing
 from slipstream.environments.client import EnvironmentClient
 from slipstream.errors import InvalidInput, SlipstreamError, Unavailable, from_status
 from slipstream.lifecycle import FINISH, STOP_INTAKE
@@ -38,7 +40,8 @@ IDLE_S = 5.0  # between polls once the run has no more work
 DRAIN_S = 10.0  # time to finish what is in flight at a stop
 FAILURES_IN_A_ROW = 64  # from here on the worker takes its time, up to MOST_PAUSE_S between two leases
 MOST_PAUSE_S = 10.0
-SUBMIT_BYTES = 16 << 20  # bodies of one SubmitSamples call
+SUBMIT_BYTES = 16 << 20  # of what is handed in at once
+STREAM_BYTES = 1 << 20  # from here on over a stream
 # Each call costs every service on the way a fixed price, so finished samples gather for this long, or until this share of the
 # slots is done, or until nothing is in flight that they could wait for.
 GATHER_S = 0.1
@@ -60,7 +63,7 @@ class RolloutWorker:
         self._leases: dict[Key, Lease] = {}  # every lease that is ours, until acknowledged or lost
         self._held: list[pb.SampleLease] = []  # wait for their version
         self._done: list[tuple[Key, pb.SubmittedSample]] = []  # finished, not yet acknowledged
-        self._submitting = 0
+        self._submitting, self._streams = 0, True
         self._room, self._news = asyncio.Event(), asyncio.Event()
         self._idle, self._quiet = asyncio.Event(), asyncio.Event()
         self._player = Player(context, engine, environments, metrics, self._finished, self._advance)
@@ -203,11 +206,9 @@ class RolloutWorker:
                 self._news.clear()
                 self._note()
                 continue
-            request = pb.SubmitSamplesRequest(worker=context.arguments.instance, samples=[s for _, s in lot])
-            response = await rpc.call_until(
-                self._buffer.SubmitSamples, request, CALL_S, context.waits, f"buffer: {len(lot)} samples", context.clock)
+            results = await self._hand_in([submission for _, submission in lot])
             pause_s, outcomes = 0.0, Counter[str]()
-            for (key, submission), result in zip(lot, response.results, strict=True):
+            for (key, submission), result in zip(lot, results, strict=True):
                 outcome, again_s = self._acknowledged(key, submission, result)
                 outcomes[outcome] += outcome not in ("deferred", "malformed")  # these come again
                 pause_s = max(pause_s, again_s)
@@ -218,6 +219,22 @@ class RolloutWorker:
             if pause_s:
                 with context.waits.on("buffer: room for samples"):
                     await context.clock.sleep(pause_s)
+
+    async def _hand_in(self, lot: Sequence[pb.SubmittedSample]) -> Sequence[pb.SubmitResult]:
+        """A result for each: few bytes in one call, many over a stream. A buffer of a former release has no streams."""
+        context, what = self._context, f"buffer: {len(lot)} samples"
+        if self._streams and sum(s.ByteSize() for s in lot) > STREAM_BYTES:
+            try:
+                return await sample_stream.submit_until(
+                    sample_stream.method(context.channel), context.arguments.instance, [sample_stream.apart(s) for s in lot],
+                    CALL_S, context.waits, what, context.clock)
+            except SlipstreamError as error:
+                if error.code != code_pb2.UNIMPLEMENTED:
+                    raise
+                self._streams = False
+        request = pb.SubmitSamplesRequest(worker=context.arguments.instance, samples=lot)
+        response = await rpc.call_until(self._buffer.SubmitSamples, request, CALL_S, context.waits, what, context.clock)
+        return response.results
 
     async def _gather(self) -> None:
         """Wait for company; see GATHER_S. What is last in flight never waits."""
@@ -236,7 +253,7 @@ class RolloutWorker:
         """As much as one call takes."""
         size, count = 0, 0
         for _, submission in self._done:
-            size += len(submission.body) + len(submission.transcript)
+            size += submission.ByteSize()
             if count and size > SUBMIT_BYTES:
                 break
             count += 1

@@ -65,22 +65,38 @@ class Everything:
             self.calls.append(path_of(method))
             yield response()
 
-        make = grpc.unary_stream_rpc_method_handler if method.server_streaming else grpc.unary_unary_rpc_method_handler
-        return make(many if method.server_streaming else one, request.FromString, response.SerializeToString)
+        async def each(requests: Any, context: Any) -> Any:
+            async for _ in requests:
+                self.calls.append(path_of(method))
+                yield response()
+
+        make = getattr(grpc, f"{_kind(method)}_rpc_method_handler")
+        handle = each if method.client_streaming else many if method.server_streaming else one
+        return make(handle, request.FromString, response.SerializeToString)
+
+
+def _kind(method: Any) -> str:
+    """unary_unary, unary_stream or stream_stream."""
+    return f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
+
+
+async def _only(request: Any) -> AsyncIterator[Any]:
+    yield request
 
 
 async def attempt(channel: grpc.aio.Channel, method: Any, request: Any = None) -> tuple[int, str]:
     """Call one method; the google.rpc code of the outcome and its reason."""
     request_class, response_class = (message_factory.GetMessageClass(m) for m in (method.input_type, method.output_type))
-    kind = channel.unary_stream if method.server_streaming else channel.unary_unary
-    call = kind(
+    call = getattr(channel, _kind(method))(
         f"/{path_of(method)}", request_serializer=request_class.SerializeToString,
         response_deserializer=response_class.FromString)
+    given = request or request_class()
+    given = _only(given) if method.client_streaming else given
     try:
         if method.server_streaming:
-            assert [m async for m in call(request or request_class(), timeout=10)] == [response_class()]
+            assert [m async for m in call(given, timeout=10)] == [response_class()]
         else:
-            await call(request or request_class(), timeout=10)
+            await call(given, timeout=10)
     except grpc.aio.AioRpcError as error:
         got: SlipstreamError = from_rpc_error(error)
         return got.code, got.reason

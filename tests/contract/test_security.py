@@ -20,6 +20,7 @@ MATRIX = """
     buffer.v1.SampleService/LeaseSamples           x      .       .      .         .        .     .
     buffer.v1.SampleService/HeartbeatSamples       x      .       .      .         .        .     .
     buffer.v1.SampleService/SubmitSamples          x      .       .      .         .        .     .
+    buffer.v1.SampleService/StreamSamples          x      .       .      .         .        .     .
     buffer.v1.SampleService/SubmitPartials         x      .       .      .         .        .     .
     buffer.v1.SampleService/ReleaseSamples         x      .       .      .         .        .     .
     buffer.v1.ScoreService/LeaseUnscored           .      x       .      .         .        .     .

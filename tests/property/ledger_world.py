@@ -1,7 +1,8 @@
 """A ledger, or several that must stay equal, under one hand-driven clock, and what the actors remember of their leases.
 
 `World` holds the in-memory model alone. `Pair` holds the model and two fronts of a real Redis: each call goes to one front and
-to the model, and answers, contents and balance must then be equal.
+to the model, and answers, contents and balance must then be equal. One front writes every body
+beside its script, the other none.
 """
 
 from __future__ import annotations
@@ -90,11 +91,13 @@ class Pair(World):
         super().__init__(rules)
         self.server = server
         self.client = connect(server.url)
-        self.fronts = [self._front(), self._front()]
+        self.fronts = [self._front(0), self._front(1)]
         self.turn = 0
 
-    def _front(self) -> RedisLedger:
-        return RedisLedger(self.client, self.rules, lambda: self.now)
+    def _front(self, number: int) -> RedisLedger:
+        front = RedisLedger(self.client, self.rules, lambda: self.now)
+        front.beside_bytes = 1 << 30 if number else 1
+        return front
 
     async def begin(self) -> None:
         await self.client.flushall()
@@ -129,7 +132,8 @@ class Pair(World):
         await self.call("archive")
 
     async def restart_front(self) -> None:
-        self.fronts[(self.turn + 1) % 2] = self._front()
+        number = (self.turn + 1) % 2
+        self.fronts[number] = self._front(number)
         await super().restart_front()
 
     async def empty(self) -> None:

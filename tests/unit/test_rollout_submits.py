@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from services.buffer.sessions import NotOffered
 from services.rollout import worker
 from slipstream import config
 from slipstream.environment import Action, Environment, Episode, Reset, Step, Task
+from slipstream.protos.buffer.v1 import samples_pb2
 from tests.rollout_runs import run_file
 from tests.unit.test_rollout_worker import ScriptedBuffer, published, service
 
@@ -73,3 +75,41 @@ async def test_company_is_not_waited_for_for_long(tmp_path: Path) -> None:
             assert len(buffer.submits) <= 3
     finally:
         Lengths.go.set()
+
+
+class StreamingBuffer(ScriptedBuffer):
+    """Takes samples over streams; `offers` = whether it is of a release that does."""
+
+    def __init__(self, offers: bool) -> None:
+        super().__init__()
+        self.offers, self.streams, self.calls = offers, 0, 0
+
+    async def StreamSamples(self, requests: Any, context: Any) -> Any:
+        self.streams += 1
+        if not self.offers:
+            raise NotOffered("not in this release", "UNIMPLEMENTED")
+        async for request in requests:
+            self.submits.append(list(request.samples))
+            await self.notify()
+            yield samples_pb2.StreamSamplesResponse(
+                results=[samples_pb2.SubmitResult(outcome=samples_pb2.OUTCOME_ACCEPTED)] * len(request.samples))
+
+    async def SubmitSamples(self, request: Any, context: Any) -> Any:
+        self.calls += 1
+        return await super().SubmitSamples(request, context)
+
+
+@pytest.mark.parametrize("offers", [True, False])
+async def test_many_bytes_go_over_a_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offers: bool) -> None:
+    """Where the buffer has streams; a former release is asked once, and then called as ever."""
+    monkeypatch.setattr(worker, "STREAM_BYTES", 0)
+    run, buffer = lengths(tmp_path), StreamingBuffer(offers)
+    await published(run, buffer, 1, 0)
+    async with service(run, buffer):
+        for start in (0, 100):
+            await buffer.grant(*range(start, start + 4), index=2)
+            await buffer.until(lambda last=start + 3: last in buffer.submitted)
+    assert set(buffer.submitted) == {*range(4), *range(100, 104)}
+    for draw in buffer.submitted:
+        assert len(buffer.sample(draw).segments[0].logprobs) == 3
+    assert (buffer.streams > 1, buffer.calls > 0) == (offers, not offers)

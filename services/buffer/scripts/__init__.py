@@ -26,6 +26,9 @@ NAMES = (
     "dead", "drops", "batches", "versions", "holds", "unfinished", "cursor")
 _TRANSIENT = (exceptions.ConnectionError, exceptions.TimeoutError, exceptions.BusyLoadingError, OSError)
 _LARGE = 16 << 10
+_MULTI, _EXEC = b"*1\r\n$5\r\nMULTI\r\n", b"*1\r\n$4\r\nEXEC\r\n"
+ANSWER_S = 60.0  # a server that says nothing for so long is away
+Blob = bytes | memoryview
 CONNECTIONS = 48  # twice that, with those kept here, is below the pool's limit of 100, which is an error and not a wait
 log = logging.getLogger("slipstream.buffer")
 
@@ -44,27 +47,33 @@ class Scripts:
         self._fixed = _bulk(str(len(NAMES))) + b"".join(map(_bulk, self.keys.values()))
 
     async def run(
-            self, name: str, request: Any, leases: bytes = b"", items: bytes = b"", blobs: Sequence[bytes] = (),
-            now_ms: int = 0) -> tuple[Any, Sequence[str], bytes, list[bytes]]:
+            self, name: str, request: Any, leases: bytes = b"", items: bytes = b"", blobs: Sequence[Blob] = (),
+            now_ms: int = 0, bodies: Sequence[tuple[str, Blob]] = ()) -> tuple[Any, Sequence[str], bytes, list[bytes]]:
         """Result, changed topics, rows and blobs of a script. Raises its refusal, or Unavailable with a retry delay.
+
+        `bodies` (field, body) go into their hash just before the script, in one transaction with it, where there is none yet.
+        The script takes away those that have no business there. Through the script itself each would be copied thrice more.
         """
         text, sha = self._text(name)
-        arguments = [self._fixed, _bulk(str(now_ms)), self._rules, _bulk(json.dumps(request)), _bulk(leases), _bulk(items)]
+        parts = map(_bulk, (json.dumps(request), leases, items))
+        arguments: list[Blob] = [self._fixed, _bulk(str(now_ms)), self._rules, *parts]
         for blob in blobs:
             arguments += (b"$%d\r\n" % len(blob), blob, b"\r\n")
         command = len(NAMES) + 8 + len(blobs), _joined(arguments)
-        reply = await self._call(text, sha, command)
+        reply = await self._call(text, sha, command, bodies)
         head = json.loads(reply[0])
         if "refused" in head:
             refuse(head["refused"], head["facts"])
         return head["r"], head["w"] or (), reply[1], reply[2:]
 
-    async def _call(self, text: str, sha: str, arguments: tuple[int, list[bytes]]) -> list[bytes]:
+    async def _call(
+            self, text: str, sha: str, arguments: tuple[int, list[Blob]], bodies: Sequence[tuple[str, Blob]]) -> list[bytes]:
         """One exchange on a connection of its own; beyond CONNECTIONS at once, calls take turns, as they do in the server."""
         async with self.flight:
-            return await self._call_now(text, sha, arguments)
+            return await self._call_now(text, sha, arguments, bodies)
 
-    async def _call_now(self, text: str, sha: str, arguments: tuple[int, list[bytes]]) -> list[bytes]:
+    async def _call_now(
+            self, text: str, sha: str, arguments: tuple[int, list[Blob]], bodies: Sequence[tuple[str, Blob]]) -> list[bytes]:
         """The command is packed here: through the client's own packer, 26 arguments would cost more than the rest of a call.
 
         Connections are kept here between calls: the pool's own check of each takes longer than a script.
@@ -74,13 +83,16 @@ class Scripts:
             clean = False
             try:
                 try:
-                    reply = await self._exchange(connection, b"EVALSHA", sha, arguments)
+                    if bodies:
+                        reply = await self._transaction(connection, text, arguments, bodies)
+                    else:
+                        (reply,) = await self._exchange(connection, _command(b"EVALSHA", sha, arguments), 1)
                 except exceptions.NoScriptError:
-                    reply = await self._exchange(connection, b"EVAL", text, arguments)
+                    (reply,) = await self._exchange(connection, _command(b"EVAL", text, arguments), 1)
                 clean = True
                 return reply
             except exceptions.ResponseError:
-                clean = True
+                clean = not bodies  # else there are more replies to come
                 raise
             finally:
                 if clean:
@@ -102,10 +114,40 @@ class Scripts:
         await connection.disconnect(nowait=True)
         await self.client.connection_pool.release(connection)
 
-    async def _exchange(self, connection: Any, command: bytes, script: str, arguments: tuple[int, list[bytes]]) -> list[bytes]:
-        count, packed = arguments
-        await connection.send_packed_command([b"*%d\r\n" % count + _bulk(command) + _bulk(script), *packed])
-        return await connection.read_response()
+    async def _transaction(
+            self, connection: Any, text: str, arguments: tuple[int, list[Blob]], bodies: Sequence[tuple[str, Blob]],
+    ) -> list[bytes]:
+        """All or nothing. By its text, not its hash: a server that does not know the hash would keep the bodies all the same.
+
+        A script that refused the whole call has taken nothing away, so that is done here.
+        """
+        key = _bulk(self.keys["bodies"])
+        parts: list[Blob] = [_MULTI]
+        for field, body in bodies:
+            parts += b"*4\r\n$6\r\nHSETNX\r\n", key, _bulk(field), b"$%d\r\n" % len(body), body, b"\r\n"
+        replies = await self._exchange(
+            connection, [*_joined(parts), *_command(b"EVAL", text, arguments), _EXEC], len(bodies) + 3)
+        *new, reply = replies[-1]
+        refused = isinstance(reply, Exception) or len(reply) == 1
+        if refused and (fields := [field for (field, _), is_new in zip(bodies, new, strict=True) if is_new]):
+            await self._exchange(
+                connection, [b"*%d\r\n$4\r\nHDEL\r\n" % (2 + len(fields)), key, *map(_bulk, fields)], 1)
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    async def _exchange(self, connection: Any, parts: Sequence[Blob], count: int) -> list[Any]:
+        """Send, and read `count` replies. Past the client's own functions for both, which take longer than most scripts."""
+        writer, parser, replies = connection._writer, connection._parser, []
+        async with asyncio.timeout(ANSWER_S):
+            writer.writelines(parts)
+            await writer.drain()
+            for _ in range(count):
+                reply = await parser.read_response(disable_decoding=True)
+                if isinstance(reply, exceptions.ResponseError):
+                    raise reply
+                replies.append(reply)
+        return replies
 
     async def failed(self, error: Exception) -> SlipstreamError:
         """A server error by kind. After a transient one, idle connections are closed: they lead to the same end."""
@@ -129,9 +171,14 @@ class Scripts:
         return self._texts[name]
 
 
-def _joined(parts: Sequence[bytes]) -> list[bytes]:
+def _command(command: bytes, script: str, arguments: tuple[int, list[Blob]]) -> list[Blob]:
+    count, packed = arguments
+    return [b"*%d\r\n" % count + _bulk(command) + _bulk(script), *packed]
+
+
+def _joined(parts: Sequence[Blob]) -> list[Blob]:
     """Small parts become one, large ones are sent from where they are."""
-    joined: list[bytes] = []
+    joined: list[Blob] = []
     first = 0
     for n, part in enumerate(parts):
         if len(part) >= _LARGE:

@@ -1,8 +1,9 @@
--- Hop 2. Of each lease: 1 = scored + 2 = bounded, reward, info, failure. Blobs: of each its body, and score or transcript.
+-- Hop 2. Of each lease: 1 = scored + 2 = bounded + 4 = its body is in the hash already, unless another one was there before;
+-- reward, info, failure. Blobs: of each its body, and score or transcript.
 local estimate = get('estimate')
 local function checksum(info) return string.sub(info, 1, 4) end
-local function full(body, text) return get('bytes') + #body + #text > rules.quota_bytes end
-local function store(d, i, sample, reward, info, body, text)
+local function full(size, text) return get('bytes') + size + #text > rules.quota_bytes end
+local function store(d, i, sample, reward, info, body, text)  -- body: nil when it is there
   local g, name, scored = group(d), member(d, i), reward ~= nil
   dequeue('leases', name)
   add('reserved', -g.r)
@@ -12,8 +13,9 @@ local function store(d, i, sample, reward, info, body, text)
     sample.part = ''
   end
   sample.info = info
-  put('bodies', name, body)
-  hold(g, #body + #text)
+  local _, _, _, size, transcript, spilled = unpacked(BODY, info)
+  if body then put('bodies', name, body) end
+  hold(g, size + #text)
   if scored then
     move(sample, 'scored')
     sample.ended = reward
@@ -23,11 +25,11 @@ local function store(d, i, sample, reward, info, body, text)
     put('transcripts', name, text)
     announce(d, i)
   end
-  local _, _, _, _, transcript, spilled = unpacked(BODY, info)
-  estimate = estimate + floor(((spilled > 0 and spilled or #body) + transcript - estimate) / 16)
+  estimate = estimate + floor(((spilled > 0 and spilled or size) + transcript - estimate) / 16)
 end
 
-local outcomes, finished, n, position = {}, {}, 0, 1
+local HELD = {unscored = true, scoring = true, scored = true}  -- samples in these have a body
+local outcomes, finished, beside, n, position = {}, {}, {}, 0, 1
 for _, run in ipairs(read_leases()) do
   local d, first, count, attempt, epoch = unpack(run)
   for i = first, first + count - 1 do
@@ -35,7 +37,11 @@ for _, run in ipairs(read_leases()) do
     local kind, reward, info, failure, after = unpacked('<Bc8I4c0I4c0', ARGV[5], position)
     position = after
     n = n + 1
-    local scored, body, text = kind % 2 == 1, ARGV[4 + 2 * n], ARGV[5 + 2 * n]
+    local scored, body, text, size = kind % 2 == 1, ARGV[4 + 2 * n], ARGV[5 + 2 * n], select(4, unpacked(BODY, info))
+    if kind >= 4 then
+      beside[#beside + 1] = {d, i}
+      body = nil
+    end
     if not sample then
       outcome = absent(d, epoch)
     elseif sample.st == 'closed' then
@@ -49,7 +55,7 @@ for _, run in ipairs(read_leases()) do
     elseif failure ~= '' then
       fail(d, i, sample, failure)
       finished[#finished + 1] = d
-    elseif kind >= 2 and full(body, text) then
+    elseif kind % 4 >= 2 and full(size, text) then
       outcome = 'spill'
     else
       store(d, i, sample, scored and reward or nil, info, body, text)
@@ -61,5 +67,10 @@ for _, run in ipairs(read_leases()) do
 end
 table.sort(finished)
 for _, d in ipairs(finished) do settle(d) end  -- once all are taken, so that their order does not matter
+for _, pair in ipairs(beside) do  -- what came for nothing
+  local d, i = unpack(pair)
+  local sample = group(d) and samples(group(d))[i + 1]
+  if not sample or not HELD[sample.st] then forget('bodies', member(d, i)) end
+end
 set('estimate', estimate)
 return finish(exceptions(outcomes))

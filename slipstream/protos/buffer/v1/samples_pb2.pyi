@@ -130,6 +130,20 @@ class SubmitSamplesResponse(_message.Message):
     results: _containers.RepeatedCompositeFieldContainer[SubmitResult]
     def __init__(self, results: _Optional[_Iterable[_Union[SubmitResult, _Mapping]]] = ...) -> None: ...
 
+class StreamSamplesRequest(_message.Message):
+    __slots__ = ("worker", "samples")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    samples: _containers.RepeatedCompositeFieldContainer[SubmittedSample]
+    def __init__(self, worker: _Optional[str] = ..., samples: _Optional[_Iterable[_Union[SubmittedSample, _Mapping]]] = ...) -> None: ...
+
+class StreamSamplesResponse(_message.Message):
+    __slots__ = ("results",)
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    results: _containers.RepeatedCompositeFieldContainer[SubmitResult]
+    def __init__(self, results: _Optional[_Iterable[_Union[SubmitResult, _Mapping]]] = ...) -> None: ...
+
 class PartialSample(_message.Message):
     __slots__ = ("lease", "body", "crc32c", "release")
     LEASE_FIELD_NUMBER: _ClassVar[int]

@@ -50,6 +50,11 @@ class SampleServiceStub:
                 request_serializer=slipstream_dot_buffer_dot_v1_dot_samples__pb2.SubmitSamplesRequest.SerializeToString,
                 response_deserializer=slipstream_dot_buffer_dot_v1_dot_samples__pb2.SubmitSamplesResponse.FromString,
                 _registered_method=True)
+        self.StreamSamples = channel.stream_stream(
+                '/slipstream.buffer.v1.SampleService/StreamSamples',
+                request_serializer=slipstream_dot_buffer_dot_v1_dot_samples__pb2.StreamSamplesRequest.SerializeToString,
+                response_deserializer=slipstream_dot_buffer_dot_v1_dot_samples__pb2.StreamSamplesResponse.FromString,
+                _registered_method=True)
         self.SubmitPartials = channel.unary_unary(
                 '/slipstream.buffer.v1.SampleService/SubmitPartials',
                 request_serializer=slipstream_dot_buffer_dot_v1_dot_samples__pb2.SubmitPartialsRequest.SerializeToString,
@@ -90,6 +95,16 @@ class SampleServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StreamSamples(self, request_iterator, context):
+        """The same for many and large samples: frames of about 1 MB without waiting for each answer, and one answer for each frame, in
+        their order, once its samples are durable. A broken stream loses nothing and doubles nothing: frames that were not answered
+        are handed in again, by another stream or by SubmitSamples. Errors: as SubmitSamples for each sample; UNAVAILABLE ends the
+        stream. Flow control holds the caller back while too much waits for its answer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SubmitPartials(self, request, context):
         """Hand in what was generated so far; the next grant of the sample carries it. Idempotent.
         """
@@ -121,6 +136,11 @@ def add_SampleServiceServicer_to_server(servicer, server):
                     servicer.SubmitSamples,
                     request_deserializer=slipstream_dot_buffer_dot_v1_dot_samples__pb2.SubmitSamplesRequest.FromString,
                     response_serializer=slipstream_dot_buffer_dot_v1_dot_samples__pb2.SubmitSamplesResponse.SerializeToString,
+            ),
+            'StreamSamples': grpc.stream_stream_rpc_method_handler(
+                    servicer.StreamSamples,
+                    request_deserializer=slipstream_dot_buffer_dot_v1_dot_samples__pb2.StreamSamplesRequest.FromString,
+                    response_serializer=slipstream_dot_buffer_dot_v1_dot_samples__pb2.StreamSamplesResponse.SerializeToString,
             ),
             'SubmitPartials': grpc.unary_unary_rpc_method_handler(
                     servicer.SubmitPartials,
@@ -215,6 +235,33 @@ class SampleService:
             '/slipstream.buffer.v1.SampleService/SubmitSamples',
             slipstream_dot_buffer_dot_v1_dot_samples__pb2.SubmitSamplesRequest.SerializeToString,
             slipstream_dot_buffer_dot_v1_dot_samples__pb2.SubmitSamplesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StreamSamples(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/slipstream.buffer.v1.SampleService/StreamSamples',
+            slipstream_dot_buffer_dot_v1_dot_samples__pb2.StreamSamplesRequest.SerializeToString,
+            slipstream_dot_buffer_dot_v1_dot_samples__pb2.StreamSamplesResponse.FromString,
             options,
             channel_credentials,
             insecure,

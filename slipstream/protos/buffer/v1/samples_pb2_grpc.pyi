@@ -44,6 +44,12 @@ class SampleServiceStub:
     the same again is OK, another body ALREADY_EXISTS, an older attempt FAILED_PRECONDITION, a closed group OK with
     OUTCOME_OUTDATED, a malformed body INVALID_ARGUMENT. RESOURCE_EXHAUSTED carries RetryInfo.
     """
+    StreamSamples: _grpc.StreamStreamMultiCallable[_samples_pb2.StreamSamplesRequest, _samples_pb2.StreamSamplesResponse]
+    """The same for many and large samples: frames of about 1 MB without waiting for each answer, and one answer for each frame, in
+    their order, once its samples are durable. A broken stream loses nothing and doubles nothing: frames that were not answered
+    are handed in again, by another stream or by SubmitSamples. Errors: as SubmitSamples for each sample; UNAVAILABLE ends the
+    stream. Flow control holds the caller back while too much waits for its answer.
+    """
     SubmitPartials: _grpc.UnaryUnaryMultiCallable[_samples_pb2.SubmitPartialsRequest, _samples_pb2.SubmitPartialsResponse]
     """Hand in what was generated so far; the next grant of the sample carries it. Idempotent."""
     ReleaseSamples: _grpc.UnaryUnaryMultiCallable[_samples_pb2.ReleaseSamplesRequest, _samples_pb2.ReleaseSamplesResponse]
@@ -64,6 +70,12 @@ class SampleServiceAsyncStub(SampleServiceStub):
     """Hand in finished samples. Acknowledged after the write is durable. Idempotent by (sample, attempt, crc32c):
     the same again is OK, another body ALREADY_EXISTS, an older attempt FAILED_PRECONDITION, a closed group OK with
     OUTCOME_OUTDATED, a malformed body INVALID_ARGUMENT. RESOURCE_EXHAUSTED carries RetryInfo.
+    """
+    StreamSamples: _aio.StreamStreamMultiCallable[_samples_pb2.StreamSamplesRequest, _samples_pb2.StreamSamplesResponse]  # type: ignore[assignment]
+    """The same for many and large samples: frames of about 1 MB without waiting for each answer, and one answer for each frame, in
+    their order, once its samples are durable. A broken stream loses nothing and doubles nothing: frames that were not answered
+    are handed in again, by another stream or by SubmitSamples. Errors: as SubmitSamples for each sample; UNAVAILABLE ends the
+    stream. Flow control holds the caller back while too much waits for its answer.
     """
     SubmitPartials: _aio.UnaryUnaryMultiCallable[_samples_pb2.SubmitPartialsRequest, _samples_pb2.SubmitPartialsResponse]  # type: ignore[assignment]
     """Hand in what was generated so far; the next grant of the sample carries it. Idempotent."""
@@ -100,6 +112,18 @@ class SampleServiceServicer(metaclass=_abc_1.ABCMeta):
         """Hand in finished samples. Acknowledged after the write is durable. Idempotent by (sample, attempt, crc32c):
         the same again is OK, another body ALREADY_EXISTS, an older attempt FAILED_PRECONDITION, a closed group OK with
         OUTCOME_OUTDATED, a malformed body INVALID_ARGUMENT. RESOURCE_EXHAUSTED carries RetryInfo.
+        """
+
+    @_abc_1.abstractmethod
+    def StreamSamples(
+        self,
+        request_iterator: _MaybeAsyncIterator[_samples_pb2.StreamSamplesRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_samples_pb2.StreamSamplesResponse], _abc.AsyncIterator[_samples_pb2.StreamSamplesResponse]]:
+        """The same for many and large samples: frames of about 1 MB without waiting for each answer, and one answer for each frame, in
+        their order, once its samples are durable. A broken stream loses nothing and doubles nothing: frames that were not answered
+        are handed in again, by another stream or by SubmitSamples. Errors: as SubmitSamples for each sample; UNAVAILABLE ends the
+        stream. Flow control holds the caller back while too much waits for its answer.
         """
 
     @_abc_1.abstractmethod
