@@ -165,10 +165,11 @@ class RunFile(Section):
             raise ValueError(
                 f"trainer.warmup.steps = {self.trainer.warmup.steps} with model.lora and algorithm.kl = {self.algorithm.kl}: "
                 "the reference would be the base, as before the warm-up; set algorithm.reference, or warmup.steps = 0")
-        if self.rollout.engine == "vllm":
+        if self.rollout.engine == "vllm" and self.model.dtype == "bfloat16" and self.model.lora.targets != ("experts",):
             raise ValueError(
-                'model.lora with rollout.engine = vllm: that engine loads whole models here; set rollout.engine = "torch", or '
-                "remove the table")
+                f"model.lora.targets = {list(self.model.lora.targets)} in bfloat16 with rollout.engine = vllm: adapters are "
+                "added to the weights there, and early updates of attention would be rounded away: nothing would seem learnt. Set "
+                'targets = ["experts"], model.dtype = "float32", or rollout.engine = "torch", which adds attention beside them')
         if self.algorithm.advantage == "gae":
             raise ValueError(
                 "model.lora with algorithm.advantage = gae: the critic is a second model, trained whole, which an adapter is "

@@ -3,6 +3,8 @@
 The trainer publishes transformers' own tensors, in which the experts of a layer are one; checkpoints name each expert. The
 model's conversion mapping, reversed by transformers itself, leads from the one to the other in every family that it knows.
 
+The version of an adapter is written as the whole model that it makes: vllm_adapter.
+
 Example: model.layers.0.mlp.experts.gate_up_proj [E, 2I, H]  ->  model.layers.0.mlp.experts.0.gate_proj.weight [I, H], ...
 """
 
@@ -21,8 +23,10 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from services.rollout.vllm_adapter import MergedAdapter, split
 from slipstream.errors import InvalidInput
 from slipstream.manifest import RawTensor
+from slipstream.model import ADAPTER_FILE
 
 SHARED_MEMORY = Path("/dev/shm")  # weights written there are read back at memory speed
 ROOM = 4  # models that must fit there: two files, and as much for others
@@ -42,7 +46,11 @@ class Checkpoints:
         place = SHARED_MEMORY if roomy else Path(tempfile.gettempdir())
         remove_orphans(place)
         self.folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=place))
+        self._files = files
+        self._adapter: MergedAdapter | None = None
         for name, data in files.items():
+            if name == ADAPTER_FILE:
+                continue
             path = self.folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
@@ -71,7 +79,11 @@ class Checkpoints:
         return tokenizer, tuple(sorted(found))
 
     def write(self, tensors: Sequence[RawTensor], name: str) -> tuple[str, int]:
-        """(path, CRC-32C) of a new checkpoint file. Raises InvalidInput, naming the tensor, when they do not fit the model."""
+        """(path, CRC-32C) of a new checkpoint file. Raises InvalidInput, naming the tensor, when they do not fit the model.
+
+        Of an adapter the first call is given its base, too.
+        """
+        tensors = self._whole(tensors)
         self.fits(tensors)
         from transformers.core_model_loading import revert_weight_conversion
 
@@ -79,6 +91,15 @@ class Checkpoints:
         path = self.versions / name
         save_file({name: tensor.contiguous() for name, tensor in named.items()}, path, {"format": "pt"})
         return str(path), checksum(str(path))
+
+    def _whole(self, tensors: Sequence[RawTensor]) -> Sequence[RawTensor]:
+        """The whole model's tensors."""
+        if ADAPTER_FILE not in self._files:
+            return tensors
+        base, own = split(tensors)
+        if self._adapter is None:
+            self._adapter = MergedAdapter(self._files, base, self.model)
+        return self._adapter.merged(own)
 
     def fits(self, tensors: Sequence[RawTensor]) -> None:
         """Raises InvalidInput, naming the tensor, when one is missing, unexpected, of another shape, or too short."""

@@ -35,8 +35,6 @@ from slipstream.manifest import RawTensor
 from slipstream.probes import Probes
 from slipstream.protos.types.v1 import policy_pb2
 
-ADAPTER = "adapter_config.json"  # among the files of a version that is an adapter alone
-
 log = logs.get("rollout")
 
 
@@ -98,8 +96,6 @@ class VllmEngine:
         self, files: Mapping[str, bytes], tensors: Sequence[RawTensor], version: policy_pb2.PolicyVersion,
         probes: Probes | None = None,
     ) -> None:
-        if ADAPTER in files:
-            raise ConfigError('rollout.engine = "vllm" loads whole models, not adapters; set rollout.engine = "torch"')
         if self._run.deterministic:
             raise ConfigError(
                 'rollout.engine = "vllm" with schedule.deterministic: vLLM\'s kernels depend on batch mates; set '
