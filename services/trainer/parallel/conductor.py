@@ -145,12 +145,16 @@ class Lead:
 
 
 class _Model:
-    """What the loop does with a learner's model: look at its forward passes, and try one."""
+    """What the loop does with a learner's model: look at its configuration and its forward passes, and try one."""
 
     device = "cpu"
 
     def __init__(self, lead: Lead) -> None:
         self._lead = lead
+
+    @property
+    def config(self) -> Any:
+        return self._lead._own.model.config
 
     def register_forward_hook(self, hook: Callable[..., None]) -> Any:
         return self._lead._own.model.register_forward_hook(hook)
