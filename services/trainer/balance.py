@@ -107,6 +107,11 @@ class Balance:
         [sums] = self._ranks.summed([torch.tensor(self._sums, dtype=torch.float64)])
         return {"balance_loss": float(sums[0]), "router_z_loss": float(sums[1])}
 
+    def loss(self, found: dict[str, float]) -> float:
+        """What `metrics` is worth in the step's loss."""
+        weights = {"balance_loss": self._settings.balance_coefficient, "router_z_loss": self._settings.router_z_coefficient}
+        return sum(weights[name] * value for name, value in found.items())
+
     def _hook(self, index: int) -> Any:
         def keep(_: nn.Module, __: Any, output: Any) -> None:
             if self._logits is not None and torch.is_grad_enabled():

@@ -44,7 +44,7 @@ class ValueModel(nn.Module):
         """Values at the positions `index_M` = row x T + position: [M], in the precision of the head."""
         hidden_R_T_H = self.backbone(input_ids=inputs_R_T, use_cache=False).last_hidden_state
         hidden_M_H = hidden_R_T_H.reshape(-1, hidden_R_T_H.shape[-1]).index_select(0, index_M)
-        return self.head(hidden_M_H.to(self.head.weight.dtype)).squeeze(-1)
+        return self.head(hidden_M_H.to(self.head.weight.dtype)).squeeze(-1).clone()  # FSDP wants no view
 
 
 class Critic:
@@ -95,7 +95,7 @@ class Critic:
                 values_M = self._values(batch)
                 former_M, returns_M = (_like(a, values_M) for a in (batch.values, batch.returns))
                 share = value_loss(values_M, returns_M, former_M, self.settings.clip or float("inf")).sum() / tokens
-                (share * self._ranks.scale).backward()
+                (share * self._ranks.shares).backward()  # every rank has whole rows
                 loss += share.item()
                 clipped += int(((values_M.detach() - former_M).abs() > (self.settings.clip or float("inf"))).sum())
             loss, clipped = self._ranks.total(loss), self._ranks.total(clipped)

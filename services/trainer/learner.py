@@ -146,17 +146,18 @@ class Learner:
                     logprobs_M, entropy_M = self.forward(batch, bool(self.run.algorithm.entropy_coefficient))
                 self._routes.examine(batch, logprobs_M, lambda b=batch: self.forward(replace(b, routes=None))[0], first)
                 inputs = _loss_inputs(batch, logprobs_M, entropy_M)
-                share = self.objective.loss(inputs) + self._balance.part(self.ranks.part(batch))
+                share, routers = self.objective.loss(inputs), self._balance.part(self.ranks.part(batch))
                 with self._routes.recomputing(self.ranks.part(batch)):
-                    (share * self.ranks.scale).backward()
+                    ((share + routers) * self.ranks.scale).backward()
                 seen.saw(batch, inputs, self.objective.anchor(inputs), share.item())
         except InvalidInput:
             self.optimizer.zero_grad(set_to_none=True)
             raise
         seen.of_all(self.ranks)
+        seen.load, seen.balance = self._load.tokens(), self._balance.metrics()
+        seen.loss += self._balance.loss(seen.balance)
         seen.grad_norm = self.ranks.clipped_step(
             self.optimizer, self.model, self.run.trainer.max_grad_norm, what, seen.loss)
-        seen.load, seen.balance = self._load.tokens(), self._balance.metrics()
         return seen
 
     def _before(self, rows: Sequence[Row]) -> Sequence[Row]:
@@ -263,8 +264,12 @@ class Learner:
         settings = config.Model(path=algorithm.reference, dtype=self.run.model.dtype) if algorithm.reference else self.run.model
         model, _ = self.ranks.built(settings)
         if not algorithm.reference:
-            load_state(model, first or self.weights())
+            self._copy(model, first)
         self._reference = self.ranks.scorer(model.requires_grad_(False))
+
+    def _copy(self, model: Any, first: Sequence[RawTensor] | None) -> None:
+        """Give a model of the policy's shape the weights `first`, else those of now."""
+        load_state(model, first or self.weights())
 
     @torch.no_grad()
     def _with_reference(self, rows: Sequence[Row]) -> list[Row]:

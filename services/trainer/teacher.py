@@ -32,7 +32,7 @@ class Teacher:
 
     def __init__(self, run: config.RunFile, tokenizer: Any, ranks: Alone) -> None:
         path = run.algorithm.teacher
-        settings = config.Model(path=path, dtype=run.model.dtype, experts=run.model.experts)
+        settings = config.Model(path=path).model_copy(update={"dtype": run.model.dtype, "experts": run.model.experts})
         try:
             model, own = ranks.built(settings)
         except ConfigError as error:

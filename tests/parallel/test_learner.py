@@ -91,9 +91,8 @@ def test_rows_are_shared_by_what_they_cost() -> None:
 
 
 @pytest.mark.parametrize(("sections", "told"), [
-    (dict(algorithm={"kl": "k3", "kl_in": "loss", "kl_coefficient": 0.1}), "a reference model"),
-    (dict(algorithm={"teacher": "somewhere"}), "algorithm.teacher"),
-    (dict(rollout={"capture_routes": True}), "route_replay"),
+    (dict(model={"lora": {}}), "model.lora"),
+    (dict(schedule={"mode": "pinned"}), "schedule.deterministic"),
 ])
 def test_what_does_not_run_on_many_ranks_is_refused_by_name(sections, told: str) -> None:
     with pytest.raises(ConfigError, match="trainer.parallel.ranks = 2 does not go together with") as error:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
 from services.trainer.learner import Learner
@@ -25,9 +26,9 @@ from services.trainer.parallel.world import World
 from services.trainer.probes import Prober
 from services.trainer.snapshot import Allocate, Learning, Snapshot, restore, take
 from slipstream import config
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, InvalidInput
 from slipstream.manifest import RawTensor
-from slipstream.model import experts_of, files, raw
+from slipstream.model import cooked, experts_of, files, raw
 from slipstream.probes import Probes
 
 
@@ -56,8 +57,21 @@ class ShardedLearner(Learner):
             self.model(input_ids=torch.zeros((1, 2), dtype=torch.int64, device=self.device), use_cache=False)
         self.world.context.verify(self.model, self.vocabulary)
 
-    def start_reference(self, first: Sequence[RawTensor] | None = None) -> None:
-        """`refuse` has refused what needs one."""
+    @torch.no_grad()
+    def _copy(self, model: Any, first: Sequence[RawTensor] | None) -> None:
+        """As `Learner._copy`; `first` is rank 0's, whole, and goes tensor by tensor."""
+        own, places = self._own_weights(), model.state_dict(keep_vars=True)
+        if self.world.told(first is None):
+            for name, tensor in own.items():
+                places[name].copy_(tensor)
+            return
+        given = {tensor.name: tensor for tensor in first or ()}
+        if self.world.told([(t.name, tuple(t.shape)) for t in given.values()]) != [(n, tuple(t.shape)) for n, t in own.items()]:
+            raise InvalidInput("the first checkpoint is of another model: its tensors differ in name or shape", "MODEL")
+        for name, place in ((name, places[name]) for name in own):
+            whole = cooked(given[name]).clone() if given else torch.empty(place.shape, dtype=place.dtype)
+            dist.broadcast(whole, src=0)
+            place.copy_(mesh.laid_out(whole, place))
 
     def weights(self) -> list[RawTensor]:
         """A snapshot of the weights, on rank 0; elsewhere nothing."""
@@ -129,14 +143,7 @@ class ShardedLearner(Learner):
 def refuse(run: config.RunFile) -> None:
     """Raises ConfigError for settings that do not run on many ranks: by name, before anything is started."""
     refused = [
-        (run.algorithm.advantage == "gae", "algorithm.advantage = gae (a critic)"),
-        (run.algorithm.kl != "none", f"algorithm.kl = {run.algorithm.kl} (a reference model)"),
-        (bool(run.algorithm.teacher), "algorithm.teacher"),
         (run.model.lora is not None, "model.lora"),
-        (bool(run.algorithm.balance_coefficient or run.algorithm.router_z_coefficient),
-         "algorithm.balance_coefficient and router_z_coefficient"),
-        (run.rollout.capture_routes and run.algorithm.route_replay != "none",
-         f"algorithm.route_replay = {run.algorithm.route_replay} with rollout.capture_routes"),
         (run.algorithm.route_replay == "trainer" and run.trainer.parallel.context > 1,
          "algorithm.route_replay = trainer beside trainer.parallel.context above 1"),
         (run.deterministic, "schedule.deterministic"),

@@ -1,0 +1,108 @@
+"""What one process can do, ranks can: every feature of a step gives the gradients, figures and refusals of one process.
+
+In float64 throughout, where 1e-12 says that nothing but the order of sums differs.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.trainer.learner import Learner
+from services.trainer.nonfinite import Culprit
+from tests.parallel import equality_cases, ranks
+from tests.parallel.equality_cases import CASES, METRICS
+
+TWO = dict(ranks=2, experts=2, exchange="flat")
+ALL = dict(ranks=4, experts=4, exchange="hierarchical", ranks_per_node=2)
+HALF = dict(ranks=4, experts=2, exchange="flat")
+SPLIT = dict(ranks=4, experts=2, tensor=2, exchange="flat")
+JOBS: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "two": [("everything", TWO), ("critic", TWO), ("misled", TWO), ("culprits", TWO)],
+    "each": [
+        *((case, TWO) for case in CASES), ("everything", TWO | {"recompute": True}), ("everything", TWO | {"exchange": "copy"}),
+        ("everything", TWO | {"exchange": "all_gather"}), ("everything", TWO | {"experts": 1}),
+        ("everything", TWO | {"context": 2}), ("critic", TWO | {"context": 2}),
+    ],
+    "four": [
+        *(("everything", mesh) for mesh in (ALL, HALF, SPLIT)), *(("critic", mesh) for mesh in (ALL, SPLIT)),
+        ("misled", HALF), ("culprits", SPLIT)],
+}
+NIGHTLY = [pytest.mark.slow, pytest.mark.nightly]
+SLOW = {"two": [pytest.mark.slow], "each": NIGHTLY, "four": NIGHTLY}
+LABELS = {(size, n): f"{size}-{case}-" + "-".join(f"{k}={v}" for k, v in mesh.items() if k != "ranks")
+          for size, jobs in JOBS.items() for n, (case, mesh) in enumerate(jobs)}
+
+
+def of(*names: str) -> list[Any]:
+    """Jobs of these names, as parameters."""
+    return [
+        pytest.param(size, number, id=LABELS[size, number], marks=SLOW[size])
+        for size, jobs in JOBS.items() for number, (case, _) in enumerate(jobs) if case in names]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return equality_cases.teacher(tmp_path_factory.mktemp("teacher"))
+
+
+@cache
+def single(case: str, folder: str, tokens: int = 48) -> dict[str, Any]:
+    """One process, the same batches."""
+    return equality_cases.trained(Learner(equality_cases.run(case, {}, folder, tokens)), case)
+
+
+@cache
+def many(size: str, folder: str) -> list[list[Any]]:
+    """What each rank found, job by job."""
+    return ranks.run(JOBS[size][0][1]["ranks"], equality_cases.world, JOBS[size], folder, timeout_s=200)
+
+
+def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Gradients to 1e-12 of their largest entry, figures to 1e-9."""
+    assert set(found["gradients"]) == set(expected["gradients"])
+    for name, value in expected["gradients"].items():
+        np.testing.assert_allclose(
+            found["gradients"][name], value, rtol=0, atol=1e-12 * np.abs(value).max(), err_msg=name)
+    for one, other in zip(found["metrics"], expected["metrics"], strict=True):
+        for name in METRICS:
+            value = other.get(name)
+            assert one.get(name) == (value if value is None else pytest.approx(value, rel=1e-9, abs=1e-9)), name
+
+
+@pytest.mark.parametrize(("size", "number"), of(*CASES))
+def test_a_step_on_ranks_is_that_of_one_process(size: str, number: int, folder: str) -> None:
+    """Policy and critic, before the first update and in the figures of the second step, on whatever mesh."""
+    case = JOBS[size][number][0]
+    expected, found = single(case, folder), many(size, folder)[0][number]
+    same(found, expected)
+    assert found["weights"].keys() == expected["weights"].keys()
+
+
+@pytest.mark.parametrize("case", ["everything", "critic"])
+def test_micro_batches_are_one_batch(case: str, folder: str) -> None:
+    """The same in one process: cut in five or not at all."""
+    assert single(case, folder)["metrics"][0]["microbatches"] > 4
+    same(single(case, folder, 10_000), single(case, folder))
+
+
+@pytest.mark.parametrize(("size", "number"), of("misled"))
+def test_routes_that_mislead_are_refused_on_every_rank(size: str, number: int, folder: str) -> None:
+    """One row on one rank names an expert that is not there, or one twice; or all rows have routes of other tokens. Every rank
+    says the same and none has applied anything."""
+    for found in (rank[number] for rank in many(size, folder)):
+        assert found == {"told": ["ROUTES_EXPERT", "ROUTES_EXPERT", "ROUTES_MISALIGNED"], "same": True}
+
+
+@pytest.mark.parametrize(("size", "number"), of("culprits"))
+def test_who_is_behind_a_step_that_is_not_finite(size: str, number: int, folder: str) -> None:
+    """A gradient is everybody's: a micro-batch is tried again while other ranks idle, then its rows. The same name everywhere,
+    nothing applied, and the next step is a good one."""
+    for rank in many(size, folder):
+        of_loss, of_gradient, then = rank[number]
+        for (skip, skipped, samples, unchanged), what in ((of_loss, "loss"), (of_gradient, "gradient")):
+            assert list(skip.culprits) == [Culprit(2, 3, 0, what)] and skipped == 1 and samples == 1 and unchanged
+        assert then == 0
