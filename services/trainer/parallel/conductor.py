@@ -29,6 +29,7 @@ from torch import distributed as dist
 
 from services.trainer.learner import Metrics
 from services.trainer.packing import Group, Row
+from services.trainer.parallel import hangs
 from services.trainer.parallel.checkpoints import Follower
 from services.trainer.parallel.learner import ShardedLearner
 from services.trainer.snapshot import Allocate, Snapshot
@@ -45,7 +46,7 @@ class Lead:
     """Rank 0's learner, with the interface of `Learner`: each call runs on all ranks. One thread may call at a time."""
 
     def __init__(self, run: config.RunFile) -> None:
-        faulthandler.enable()
+        hangs.listen()
         with _dumped():
             self._own = ShardedLearner(run)
         self._limit_s, self._every_s = run.trainer.parallel.step_timeout_s, run.trainer.parallel.collective_timeout_s / 4
@@ -165,7 +166,7 @@ class _Model:
 
 def follow(run: config.RunFile) -> int:
     """A rank other than 0, from start to end. Returns its exit code."""
-    faulthandler.enable()
+    hangs.listen()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 stops in order, and needs us for its last checkpoint
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with _dumped():
@@ -199,11 +200,12 @@ def limited(seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _dumped() -> Iterator[None]:
-    """A collective that fails (a dead rank, a time-out) leaves the stacks of all threads behind."""
+    """A collective that fails (a dead rank, a time-out) leaves the stacks of all threads behind, those of other ranks, too."""
     try:
         yield
     except RuntimeError:
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+        hangs.ask()
         raise
 
 

@@ -25,7 +25,7 @@ from transformers.distributed.utils import initialize_distributed_mesh
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from services.trainer.optimizer import MasterAdamW, NonFinite
-from services.trainer.parallel import context, cost
+from services.trainer.parallel import context, cost, hangs
 from services.trainer.parallel.baselines import AllGather, Copies
 from services.trainer.parallel.context_attention import kept
 from services.trainer.parallel.deep_ep import DeepEP
@@ -59,6 +59,7 @@ def join(settings: config.Parallel) -> torch.device:
         dist.init_process_group(
             "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=ranks,
             timeout=timedelta(seconds=settings.collective_timeout_s), device_id=None if device.type == "cpu" else device)
+        hangs.known(rank)
     return device
 
 
@@ -128,7 +129,14 @@ def apply(model: Any, run: config.RunFile, wanted: DistributedConfig) -> Any:
             model._fsdp_plan.pop(name, None)
     with told(run, type(model).__name__):
         _, meshes = initialize_distributed_mesh(wanted)
+        bounded(meshes, run.trainer.parallel.collective_timeout_s)
         return type(model).maybe_distribute_model(model, wanted, meshes)
+
+
+def bounded(meshes: Any, seconds: float) -> None:
+    """No collective of transformers' meshes takes longer. They are None when there is one rank."""
+    names = ("pp", "dp_replicate", "fsdp", "tp", "efsdp", "ep")
+    hangs.bounded([meshes.get_mesh(name).get_group() for name in names] if meshes else [], seconds)
 
 
 @contextlib.contextmanager
@@ -186,7 +194,9 @@ def make(
     if name == "deep_ep":
         return DeepEP(group, demand, device)
     if name == "hierarchical":
-        return Hierarchical(topology(group, width), experts, canonical=settings.canonical)
+        nodes = topology(group, width)
+        hangs.bounded([nodes.node, nodes.rail], settings.collective_timeout_s)
+        return Hierarchical(nodes, experts, canonical=settings.canonical)
     if name == "flat":
         nodes = max(1, len(ranks) // width)
         return Flat(group, experts, nodes=nodes if settings.canonical else 1)
