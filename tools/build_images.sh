@@ -42,9 +42,9 @@ build() { # service
     local service=$1 file=services/$1/Dockerfile name=${registry}slipstream-$1:$tag base arguments=()
     case $service in
         buffer | reward) file=services/Dockerfile arguments+=(--target "$service") ;;
-        environment) file=services/Dockerfile arguments+=(--target environment --build-arg EXTRAS=data) ;;
+        environment) file=services/Dockerfile arguments+=(--target environment --build-arg EXTRAS=data,tracing) ;;
         trainer) arguments+=(--target "${TARGET:-cpu}") ;;
-        rollout) [[ -z ${CPU:-} ]] || arguments+=(--build-arg BASE=python:3.12-slim-bookworm --build-arg EXTRAS=torch,s3,data) ;;
+        rollout) [[ -z ${CPU:-} ]] || arguments+=(--build-arg BASE=python:3.12-slim-bookworm --build-arg EXTRAS=torch,s3,data,tracing) ;;
     esac
     local argument default
     while IFS='=' read -r argument default; do

@@ -75,7 +75,7 @@ class Live:
     def get_on(self, steps: int = 2) -> None:
         """Wait until it has trained some more."""
         before = self.steps()
-        wait_until(lambda: self.steps() >= before + steps, 120)
+        wait_until(lambda: self.steps() >= before + steps, 240)
 
     def handed_in(self, instance: str) -> int:
         """Samples of a worker that the buffer has acknowledged."""
@@ -84,7 +84,7 @@ class Live:
 
 @pytest.mark.slow
 @pytest.mark.nightly
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_what_on_call_does_to_a_run(tmp_path: Path, model_dir: Any) -> None:
     """Look, resize, upgrade each service, pause, change settings, restore without Redis: in one run, which loses nothing."""
     live = Live(runs.write_run_file(tmp_path, model_dir(), {
@@ -99,7 +99,7 @@ def test_what_on_call_does_to_a_run(tmp_path: Path, model_dir: Any) -> None:
 
 def play(live: Live) -> None:
     process = live.start()
-    wait_until(lambda: live.steps() >= 2, 120)
+    wait_until(lambda: live.steps() >= 2, 240)
     # look
     assert live.status()["buffer"]["state"] == "serving"
     assert "adds up" in live.say("ledger", str(live.folder), "--dead")
@@ -109,7 +109,7 @@ def play(live: Live) -> None:
     more = subprocess.Popen(
         [sys.executable, "-m", "services.rollout", "--run-file", str(live.folder / "run.json"), "--instance", "rollout-9",
          "--buffer", address], cwd=runs.ROOT, env=runs.ENVIRONMENT, stderr=subprocess.DEVNULL)
-    wait_until(lambda: live.handed_in("rollout-9") > 0, 120)
+    wait_until(lambda: live.handed_in("rollout-9") > 0, 240)
     assert live.status()["rollout-9"]["state"] == "serving"
     more.terminate()
     assert more.wait(60) == 0
@@ -117,7 +117,7 @@ def play(live: Live) -> None:
     for instance in ("buffer", "reward-0", "rollout-0", "trainer-0"):
         before = live.status()[instance]["pid"]
         os.kill(before, signal.SIGTERM)
-        wait_until(lambda name=instance, pid=before: live.status()[name]["pid"] not in (0, pid), 120)
+        wait_until(lambda name=instance, pid=before: live.status()[name]["pid"] not in (0, pid), 240)
         live.get_on()
     # pause, and go on
     process.send_signal(signal.SIGINT)
