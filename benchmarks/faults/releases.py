@@ -41,14 +41,20 @@ class NoRelease(Exception):
 
 def former(revision: str = "") -> str:
     """The commit of `revision`, or of the last release: the newest tag v*, else the commit that recorded it."""
-    found = revision or _git("describe", "--tags", "--abbrev=0", "--match", "v*", "HEAD") or _git(
-        "log", "-1", "--format=%H", "--", RECORD)
+    found = revision or _git("describe", "--tags", "--abbrev=0", "--match", "v*", "HEAD") or _recorded()
     commit = found and _git("rev-parse", "--verify", "--quiet", f"{found}^{{commit}}")
     if not commit:
         raise NoRelease(
             f"{found or 'the last release'} is not in this clone, there is nothing to upgrade from: git fetch --unshallow "
             "--tags, or name a revision with --previous")
     return commit
+
+
+def _recorded() -> str:
+    """The commit that recorded the last release. Where history is cut off, everything seems to be of the first commit there."""
+    commit = _git("log", "-1", "--format=%H", "--", RECORD)
+    cut_off = _git("rev-parse", "--is-shallow-repository") == "true" and _git("rev-list", "--count", commit) == "1"
+    return "" if cut_off else commit
 
 
 def _git(*words: str) -> str:

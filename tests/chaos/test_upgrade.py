@@ -50,6 +50,11 @@ def test_the_last_release_is_found_with_and_without_tags(tmp_path: Path, monkeyp
     assert former() == later
     with pytest.raises(NoRelease, match="v9 is not in this clone"):
         former("v9")
+    git(tmp_path, "tag", "-d", "v1.0.0")
+    git(tmp_path, "clone", "-q", "--depth", "1", f"file://{tmp_path}", "shallow")  # all files seem to be of its one commit
+    monkeypatch.setattr(releases, "ROOT", tmp_path / "shallow")
+    with pytest.raises(NoRelease, match="--unshallow"):
+        former()
 
 
 def test_a_service_starts_from_the_other_releases_files(tmp_path: Path) -> None:
