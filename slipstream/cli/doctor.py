@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from slipstream import auth_tokens, rpc, tls
 from slipstream.auth import ROLES
-from slipstream.cli import doctor_stores, preflight
+from slipstream.cli import doctor_ranks, doctor_stores, preflight
 from slipstream.cli.doctor_finding import FAIL, OK, WARN, Finding
 from slipstream.config import RunFile, load
 from slipstream.errors import ConfigError, SlipstreamError
@@ -54,6 +54,7 @@ async def examine(run: RunFile, given: Given) -> list[Finding]:
         ("secret", _in_line(lambda: secret(run, given))),
         ("plaintext", _in_line(lambda: plaintext(run, given))),
         *([("model", _in_line(lambda: model(run)))] if not given.roles or {"trainer", "rollout"} & set(given.roles) else []),
+        ("trainer.parallel", lambda: doctor_ranks.ranks(run, given.roles)),
         ("objects", lambda: doctor_stores.objects(run, given.roles))]
     if not given.roles or "buffer" in given.roles:  # nobody else talks to Redis
         checks.insert(-1, ("redis", lambda: doctor_stores.redis(run)))

@@ -50,6 +50,29 @@ def test_a_laptop_run_is_fine(tmp_path: Path, capsys):
     assert "FAIL  plaintext" in capsys.readouterr().out
 
 
+def test_a_trainer_on_several_ranks(tmp_path: Path):
+    """What DeepEP needs on EFA and this machine lacks: a warning here, a failure where the trainer is to run. Variables that
+    the trainer sets itself are not missing."""
+    def found(given: Given, **parallel) -> dict[str, list[str]]:
+        states: dict[str, list[str]] = {}
+        sections = {"trainer": {"parallel": {"ranks": 16, "experts": 16, **parallel}}}
+        for finding in asyncio.run(examine(parse(settings(tmp_path, **sections)), given)):
+            if finding.name == "trainer.parallel":
+                states.setdefault(finding.state, []).append(finding.text)
+        return states
+
+    trainer, efa = Given(roles=("trainer",)), dict(exchange="deep_ep", instance_type="p5en.48xlarge")
+    lacks = found(trainer, **efa)["FAIL"]
+    assert any("EFA adapters are visible; request vpc.amazonaws.com/efa" in text for text in lacks)
+    assert not any("is not set" in text for text in lacks)
+    assert list(found(Given(), **efa)) == ["warn"] and not found(Given(roles=("buffer",)), **efa)
+    assert found(trainer, exchange="deep_ep", instance_type="p4d.24xlarge")["FAIL"] == [
+        "DeepEP on p4d.24xlarge: trainer.parallel.instance_type = 'p4d.24xlarge': DeepEP V2 needs SM90; set exchange = "
+        "hierarchical"]
+    assert "not below rollout.lease_s = 60" in found(trainer, collective_timeout_s=90)["warn"][0]
+    assert found(trainer) == {"ok": ["16 ranks, exchange auto"]}
+
+
 def test_a_model_that_is_not_there(tmp_path: Path):
     """Whoever holds weights is told; a buffer's pod has no model and is not asked for one."""
     missing = {"model": {"path": str(tmp_path / "none")}}
