@@ -76,7 +76,7 @@ $(VENV)/.charts: $(VENV)/.test
 test-charts: $(VENV)/.charts  ## Helm charts and images: render, validate, install on a stand-in API server, lint (a minute)
 	$(BIN)/python -m pytest -m '' tests/charts
 
-test-monitoring: $(VENV)/.test  ## alert rules, dashboards and a real Prometheus on a real run (a minute)
+test-monitoring: $(VENV)/.charts  ## alert rules, dashboards, traces, and what autoscalers ask a real Prometheus (five minutes)
 	@$(BIN)/python tools/fetch_test_servers.py prometheus
 	$(BIN)/python -m pytest -m '' tests/monitoring
 

@@ -3,6 +3,8 @@
     python -m benchmarks.autoscaling [--json FILE]
 
 The signal is `wanted_samples` (services/buffer/signals.py), thresholds and behaviour are those of helm/rollout/values.yaml.
+tests/monitoring/test_keda.py runs the same scenes on the query and the numbers of the rendered ScaledObject, answered by a real
+Prometheus.
 Scenes: generation slow, generation fast, a trainer that is paused for a while (workers are parked), half of the fleet gone at
 once (a Spot storm). Printed for each: replicas over time, how often the count turned round, the trainer's idle share.
 
@@ -27,7 +29,7 @@ from typing import Any
 import yaml
 
 from benchmarks.selection import Fleet, Scene, Worker
-from services.buffer.ledger import Balance, Rules
+from services.buffer.ledger import Balance, Ledger, Rules
 from services.buffer.memory_ledger import MemoryLedger
 from services.buffer.signals import wanted_samples
 
@@ -64,6 +66,22 @@ class Autoscaler:
             auto["minReplicas"], auto["maxReplicas"], auto["perReplica"], 1000 * auto["pollingSeconds"], up["percent"],
             up["pods"], down["percent"], 1000 * down["stabilizationSeconds"]), **changes)
 
+    @classmethod
+    def of_scaled_object(cls, scaled: dict[str, Any]) -> Autoscaler:
+        """With what a chart's ScaledObject of one trigger says."""
+        spec = scaled["spec"]
+        [trigger] = spec["triggers"]
+        behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+        up, down = behavior["scaleUp"], behavior["scaleDown"]
+        rates = {p["type"]: p["value"] for p in up["policies"]}
+        [slow] = down["policies"]
+        assert up["stabilizationWindowSeconds"] == 0 and slow["type"] == "Percent" and trigger["metricType"] == "AverageValue"
+        assert {p["periodSeconds"] for p in (*up["policies"], slow)} == {60}
+        return cls(
+            spec["minReplicaCount"], spec["maxReplicaCount"], int(trigger["metadata"]["threshold"]),
+            1000 * spec["pollingInterval"], rates["Percent"], rates["Pods"], slow["value"],
+            1000 * down["stabilizationWindowSeconds"])
+
     def replicas(self, now: float, current: int, metric: float) -> int:
         """The next count, from a metric of which each replica should have `per_replica`."""
         ratio = metric / (current * self.per_replica) if current else math.inf
@@ -96,7 +114,7 @@ class ScaledFleet(Fleet):
     def __init__(self, scene: Scene, scaler: Autoscaler, weather: Weather, signal: Signal) -> None:
         super().__init__(scene)
         self.scaler, self.weather, self.signal = scaler, weather, signal
-        self.history: list[tuple[float, int, int]] = []  # minutes, replicas, signal
+        self.history: list[tuple[float, int, float]] = []  # minutes, replicas, signal
         self._begun = 0.0
         self._spawned = len(self.workers)
 
@@ -116,7 +134,8 @@ class ScaledFleet(Fleet):
 
     async def _scale(self) -> None:
         self._at(self.scaler.polling_ms, self._scale)
-        metric = self.signal(self.ledger.rules, await self.ledger.balance())
+        if (metric := await self.metric()) is None:
+            return
         target = self.scaler.replicas(self.now, len(self.workers), metric)
         self.history.append(((self.now - self._begun) / 60_000, target, metric))
         while len(self.workers) < target:
@@ -124,6 +143,10 @@ class ScaledFleet(Fleet):
         for worker in self.workers[target:]:  # drained: what it has goes back at once
             await self.ledger.release_samples([flight.lease for flight in worker.flights.values()])
             self._end_of(worker)
+
+    async def metric(self) -> float | None:
+        """What the autoscaler reads; None: nothing answers, and the replicas stay as they are."""
+        return self.signal(self.ledger.rules, await self.ledger.balance())
 
     def _start(self) -> None:
         worker = Worker(f"w{self._spawned}", 1.0, alive=False)
@@ -166,7 +189,7 @@ SCENES: dict[str, tuple[Scene, Weather]] = {
 }
 
 
-def turns(history: list[tuple[float, int, int]]) -> int:
+def turns(history: list[tuple[float, int, float]]) -> int:
     """How often the replica count turned round: up after down, or down after up."""
     steps = [b - a for (_, a, _), (_, b, _) in itertools.pairwise(history) if a != b]
     return sum((a > 0) != (b > 0) for a, b in itertools.pairwise(steps))
@@ -175,7 +198,12 @@ def turns(history: list[tuple[float, int, int]]) -> int:
 async def simulate(scene: Scene, weather: Weather, signal: Signal = wanted_samples) -> dict[str, Any]:
     """One scene; `perReplica` is what one engine of the scene holds."""
     fleet = ScaledFleet(scene, Autoscaler.of_chart(per_replica=scene.slots), weather, signal)
-    figures = await fleet.run(MemoryLedger(scene.rules, lambda: fleet.now))
+    return await settled(fleet)
+
+
+async def settled(fleet: ScaledFleet, ledger: Ledger | None = None) -> dict[str, Any]:
+    """The figures of a fleet, run to its end on a ledger of its own."""
+    figures = await fleet.run(ledger or MemoryLedger(fleet.scene.rules, lambda: fleet.now))
     return {**figures, "turns": turns(fleet.history), "history": fleet.history,
             "replicas": fleet.history[-1][1], "most_replicas": max(r for _, r, _ in fleet.history)}
 

@@ -1,21 +1,25 @@
-"""What it costs to be locked down: the demo with certificates and tokens checked, over the demo as it is on a laptop.
+"""What it costs to be locked down and watched: the demo with everything on, over the demo as it is on a laptop.
 
-    python -m benchmarks.security --json FILE [--steps 80] [--seeds 3] [--calls 2000]
+    python -m benchmarks.security --json FILE [--steps 80] [--seeds 3] [--calls 2000] [--share 0.01] [--apart]
 
-Arms, interleaved seed by seed, so that a slow minute of the machine hits both:
+Arms, interleaved seed by seed, each seed in the other order, so that a slow minute of the machine hits both:
 
-    off    plaintext on loopback; role tokens of the run's secret, as `make demo` has them
-    on     every service behind mutual TLS, roles by certificate, secrets read again, content kept out of logs
+    off      plaintext on loopback; role tokens of the run's secret, as `make demo` has them; nobody scrapes, no traces
+    on       every service behind mutual TLS, roles by certificate, secrets read again, content kept out of logs; a Prometheus
+             that scrapes every process and evaluates the rules; traces of a share of the samples to a collector
+    tls      with --apart also the certificates alone,
+    watched  and Prometheus and traces alone
 
 Time of a step: (time of the last step - time of step SKIP) / steps between, from each run's own step log; start and warm-up are
 outside. Figures are medians over seeds:
 
     throughput_on_over_off  step time off / step time on, within a seed; 1 = free, 0.9 = the most that is acceptable
-    cpu_on_over_off         CPU of all processes a step, which hardly depends on what else the machine does
+    cpu_on_over_off         CPU of all processes a step, which hardly depends on what else the machine does; Prometheus and the
+                            collector, which are elsewhere on a cluster, are not in it, but take their part of the throughput
     call_ms_off, call_ms_on one small call after the other, channel and server in one process
     large_ms_off, ..._on    the same with 4 MiB up
     handshake_ms            a new connection with its first call
-    reward_off, reward_on   mean reward of the last ten steps
+    reward_off, reward_on   mean reward of the last ten steps: what is learned does not depend on it
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ import grpc
 from benchmarks.cost import cpu_s
 from benchmarks.overlap import DEMO, ROOT
 from benchmarks.record import publish
+from benchmarks.watchers import Watchers, watching
 from slipstream import auth, auth_credentials, rpc, tls_authority
 from slipstream.auth_credentials import Credentials
 from slipstream.cli.metrics import parse
@@ -46,17 +51,32 @@ ECHO = "/slipstream.types.v1.StatusService/GetStatus"  # a method that every rol
 LARGE = 4 << 20
 
 
-def one_run(folder: Path, steps: int, seed: int, certificates: Path | None) -> dict[str, float]:
+ARMS = {"off": (False, False), "on": (True, True), "tls": (True, False), "watched": (False, True)}  # certificates, watchers
+
+
+def one_run(folder: Path, arm: str, steps: int, seed: int, share: float) -> dict[str, float]:
     """Milliseconds and CPU milliseconds a step, and the last reward, of one `slipstream run`."""
-    run = folder / f"run-{seed}-{'on' if certificates else 'off'}"
+    with contextlib.ExitStack() as stack:
+        locked, watched = ARMS[arm]
+        here = folder / f"{arm}-{seed}"
+        here.mkdir()
+        settings: dict[str, object] = {"security.tls_dir": folder / "certs"} if locked else {}
+        watchers = stack.enter_context(watching(here)) if watched else None
+        if watchers is not None:
+            settings |= {"tracing.endpoint": watchers.collector, "tracing.sample_share": share}
+        return _measured(here / "run", steps, {"run.seed": seed, **settings}, watchers)
+
+
+def _measured(run: Path, steps: int, settings: dict[str, object], watchers: Watchers | None) -> dict[str, float]:
     command = [sys.executable, "-m", "slipstream.cli", "run", str(DEMO), "--plain"]
-    for name, value in {
-        "run.folder": run, "run.steps": steps + 1, "run.seed": seed, "run.target_reward": 2.0,
-        **({"security.tls_dir": certificates} if certificates else {})}.items():
+    settings |= {"run.folder": run, "run.steps": steps + 1, "run.target_reward": 2.0}
+    for name, value in settings.items():
         command += ["--set", f"{name}={value}"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         rows = _wait(run, process, SKIP)
+        if watchers is not None:
+            watchers.look_at(run)
         before, first = sum(cpu_s(str(run)).values()), len(rows)
         rows = _wait(run, process, steps)
         cpu_ms = (sum(cpu_s(str(run)).values()) - before) * 1000 / (len(rows) - first)
@@ -134,6 +154,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--seeds", type=int, default=3, help="0 = calls only")
     parser.add_argument("--calls", type=int, default=2000)
+    parser.add_argument("--share", type=float, default=0.01, help="of the samples that are traced")
+    parser.add_argument("--apart", action="store_true", help="also certificates alone, and watchers alone")
     parser.add_argument("--json", default="")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -142,20 +164,23 @@ def main() -> None:
         for role in auth.ROLES:
             tls_authority.issue(authority, folder / "certs" / role, role)
         figures: dict[str, Any] = asyncio.run(calls(folder / "certs", arguments.calls))
-        off, on = [], []
+        arms = list(ARMS) if arguments.apart else ["off", "on"]
+        found: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms}
         for seed in range(arguments.seeds):
-            off.append(one_run(folder, arguments.steps, seed, None))
-            on.append(one_run(folder, arguments.steps, seed, folder / "certs"))
+            for arm in arms if seed % 2 == 0 else reversed(arms):
+                found[arm].append(one_run(folder, arm, arguments.steps, seed, arguments.share))
+    figures["traced_share"] = arguments.share
     rows = [[n, f"{figures[f'{n}_ms_off']:.2f}", f"{figures[f'{n}_ms_on']:.2f}"] for n in ("call", "large")]
-    if off:
-        pairs = list(zip(off, on, strict=True))
-        figures["throughput_on_over_off"] = statistics.median(a["step_ms"] / b["step_ms"] for a, b in pairs)
-        figures["cpu_on_over_off"] = statistics.median(b["cpu_ms"] / a["cpu_ms"] for a, b in pairs)
+    if arguments.seeds:
+        for arm in arms[1:]:
+            pairs = list(zip(found["off"], found[arm], strict=True))
+            figures[f"throughput_{arm}_over_off"] = statistics.median(a["step_ms"] / b["step_ms"] for a, b in pairs)
+            figures[f"cpu_{arm}_over_off"] = statistics.median(b["cpu_ms"] / a["cpu_ms"] for a, b in pairs)
         for key in ("step_ms", "cpu_ms", "reward"):
-            values = [statistics.median(run[key] for run in arm) for arm in (off, on)]
-            figures[f"{key}_off"], figures[f"{key}_on"] = values
-            rows.append([key, *(f"{value:.2f}" for value in values)])
-    publish("The demo without and with certificates", ["", "off", "on"], rows, figures, arguments.json)
+            figures |= {f"{key}_{arm}": statistics.median(run[key] for run in found[arm]) for arm in arms}
+            rows.append([key, *(f"{figures[f'{key}_{arm}']:.2f}" for arm in arms)])
+    rows = [row + [""] * (1 + len(arms) - len(row)) for row in rows]
+    publish("The demo with nothing on, and locked down and watched", ["", *arms], rows, figures, arguments.json)
 
 
 if __name__ == "__main__":

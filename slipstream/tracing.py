@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 HEADER = "traceparent"
 QUEUE, LOT, PERIOD_S = 8192, 512, 1.0  # spans that wait, spans of one message, how often they go
 EXPORT_S, CLOSE_S = 3.0, 5.0  # for one message; for all that is left at a stop
-_NO_PROXY: Any = (("grpc.enable_http_proxy", 0),)
 _KEY = ("epoch", "draw", "sample", "attempt")
 Key = tuple[int, int, int, int]  # ledger epoch, draw, sample, attempt
 Count = Callable[[str, int], None]
@@ -196,7 +195,7 @@ def outbox(run: RunFile, count: Count) -> Any:
         """Knows how many spans wait: those admitted and not yet taken out."""
 
         def __init__(self) -> None:
-            self._inner = OTLPSpanExporter(timeout=EXPORT_S, channel_options=_NO_PROXY, **_channel(run))
+            self._inner = OTLPSpanExporter(timeout=EXPORT_S, **_channel(run))
             self.deadline = float("inf")
             self._admitted = self._taken = 0
             self._failing = False

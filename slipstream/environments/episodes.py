@@ -83,7 +83,7 @@ class Episodes:
     def measure(self, metrics: EnvironmentMetrics) -> None:
         """Show open episodes, the time of each call of user code and its failures there."""
         self._metrics = metrics
-        metrics.episodes.set_function(self.__len__)
+        metrics.episodes.set_function(lambda: len(self._records) - len(self._over))  # as max_episodes counts
 
     async def start(self) -> Description:
         """Start the environment. Raises ConfigError when it cannot."""

@@ -22,7 +22,7 @@ def _found(name: str, signal: Signal = wanted_samples) -> dict[str, Any]:
     return asyncio.run(simulate(*SCENES[name], signal))
 
 
-def _complaints(name: str, found: dict[str, Any]) -> list[str]:
+def complaints(name: str, found: dict[str, Any]) -> list[str]:
     complaints = []
     if found["turns"] > 2:
         complaints.append(f"the fleet flaps: {found['turns']} turns")
@@ -42,7 +42,7 @@ def _complaints(name: str, found: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("name", SCENES)
 def test_the_fleet_settles(name: str) -> None:
     found = _found(name)
-    assert not _complaints(name, found), found["history"]
+    assert not complaints(name, found), found["history"]
     assert found["lag_max"] <= SCENES[name][0].max_lag
 
 
@@ -52,4 +52,4 @@ def test_a_signal_turned_round_is_found() -> None:
     most = SCENES["generation is fast"][0]
     bound = (most.max_lag + 1) * most.groups_per_batch * most.group_size
     name = "the trainer is paused for 20 minutes"
-    assert _complaints(name, _found(name, lambda rules, balance: bound - wanted_samples(rules, balance)))
+    assert complaints(name, _found(name, lambda rules, balance: bound - wanted_samples(rules, balance)))

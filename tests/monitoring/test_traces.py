@@ -12,6 +12,8 @@ import re
 import signal
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
@@ -137,3 +139,16 @@ def test_what_became_of_the_spans_is_a_metric(traced: tuple[Collector, RunFile])
     trained = {s.attributes["step"] for s in collector.spans if s.name == "train"}
     assert trained >= set(range(1, len(runs.metrics(run)) + 1))
     assert not [path for path in (run.folder / "logs").glob("*.log") if "takes no spans" in path.read_text()]
+
+
+def test_the_dashboard_links_to_spans_that_there_are() -> None:
+    """Each panel of a hop links to the spans of that hop, by a query that names one."""
+    dashboard = json.loads(Path("helm/monitoring/dashboards/sample.json").read_text())
+    names = []
+    for panel in dashboard["panels"]:
+        for link in panel.get("fieldConfig", {}).get("defaults", {}).get("links", ()):
+            panes = json.loads(parse_qs(urlsplit(link["url"]).query)["panes"][0])
+            [query] = panes["traces"]["queries"]
+            [name] = re.findall(r'^\{ name = "([^"]+)" && \$\{samples:percentencode\} \}$', query["query"])
+            names.append(name)
+    assert len(names) == 7 and set(names) < {name for name, _ in HOPS}
