@@ -48,7 +48,7 @@ def test_ranks_that_share_a_sequence_divide_what_grows_with_it() -> None:
     ("qwen3-30b-a3b", Mesh(24, 24, 4096), "do not divide"),
     ("qwen3-30b-a3b", Mesh(8, 8, 65536), "most of it logits"),
     ("qwen3-30b-a3b", Mesh(48, 16, 4096, context=24), "context = 24 does not divide"),
-    ("deepseek-v3", Mesh(128, 128, 4096), "of host memory a node"),
+    ("deepseek-v3", Mesh(64, 64, 4096), "most of it state (156 GiB); more ranks"),
     ("qwen3-30b-a3b", Mesh(8, 8, 4096, gpu_gib=80, recompute=False), "GiB of 80"),
 ])
 def test_what_is_refused_says_why(name: str, mesh: Mesh, told: str) -> None:

@@ -83,7 +83,6 @@ class Mesh:
     ranks_per_node: int = 8
     exchange: str = "deep_ep"
     recompute: bool = True
-    host_gib: int = 2048  # memory of a node
     context: int = 1
 
     @property
@@ -143,10 +142,6 @@ def verdict(model: Model, mesh: Mesh) -> tuple[str, str]:
         return "refused", f"context = {mesh.context} does not divide {mesh.ranks} ranks and {model.heads} heads"
     if mesh.exchange == "deep_ep" and (found := problems(demand(model, mesh))):
         return "refused", "; ".join(found)
-    whole = 2 * model.total * min(mesh.ranks, mesh.ranks_per_node) / GIB
-    if whole > mesh.host_gib:
-        return "refused", (
-            f"{whole:.0f} GiB of host memory a node, of {mesh.host_gib}: every rank builds the whole model at its start")
     taken = memory(model, mesh)
     if taken.total > mesh.gpu_gib:
         return "refused", f"{taken.total:.0f} GiB of {mesh.gpu_gib}, {_largest(taken)}"
