@@ -165,11 +165,16 @@ class RunFile(Section):
             raise ValueError(
                 f"trainer.warmup.steps = {self.trainer.warmup.steps} with model.lora and algorithm.kl = {self.algorithm.kl}: "
                 "the reference would be the base, as before the warm-up; set algorithm.reference, or warmup.steps = 0")
-        if self.rollout.engine == "vllm" and self.model.dtype == "bfloat16" and self.model.lora.targets != ("experts",):
+        targets, slots = self.model.lora.targets, self.rollout.vllm.adapters == "slots"
+        if self.rollout.engine == "vllm" and slots and "experts" in targets:
             raise ValueError(
-                f"model.lora.targets = {list(self.model.lora.targets)} in bfloat16 with rollout.engine = vllm: adapters are "
-                "added to the weights there, and early updates of attention would be rounded away: nothing would seem learnt. Set "
-                'targets = ["experts"], model.dtype = "float32", or rollout.engine = "torch", which adds attention beside them')
+                f"model.lora.targets = {list(targets)} with rollout.vllm.adapters = slots: experts are adapted in the weights "
+                'only; set adapters = "merged", or remove "experts" from targets')
+        if self.rollout.engine == "vllm" and not slots and self.model.dtype == "bfloat16" and targets != ("experts",):
+            raise ValueError(
+                f"model.lora.targets = {list(targets)} in bfloat16 with rollout.vllm.adapters = merged: early updates of "
+                "attention, added to the weights, are rounded away, and nothing would seem learnt; set adapters = \"slots\" and "
+                'no experts, targets = ["experts"], model.dtype = "float32", or rollout.engine = "torch"')
         if self.algorithm.advantage == "gae":
             raise ValueError(
                 "model.lora with algorithm.advantage = gae: the critic is a second model, trained whole, which an adapter is "

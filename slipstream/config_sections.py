@@ -153,6 +153,9 @@ class Vllm(Section):
     fabric: Literal["nvlink", "infiniband", "efa", "efa-gda"] = Field(
         default="nvlink", description="What connects the devices: sets the variables that DeepEP and NCCL need there."
     )
+    adapters: Literal["merged", "slots"] = Field(
+        default="merged", description="model.lora: added to the weights at a swap, or beside them in a slot (no experts)."
+    )
     sampling: dict[str, float] = Field(
         default_factory=dict, description="Further sampling parameters by vLLM's names, such as top_p; see biased_sampling."
     )

@@ -64,12 +64,7 @@ class MergedAdapter:
 
         Raises InvalidInput, naming the tensor, when A and B do not fit.
         """
-        given = {t.name: t for t in own}
-        expected = {name + part for name in self._places for part in (A, B)}
-        if wrong := sorted(given.keys() ^ expected):
-            what = "lacks" if wrong[0] in expected else "has an unexpected"
-            raise InvalidInput(f"the version of the adapter {what} tensor {wrong[0]}", "ADAPTER", tensor=wrong[0])
-        found = dict(self._base)
+        given, found = self._named(own), dict(self._base)
         with torch.no_grad():
             for name, place in self._places.items():
                 weight = cooked(self._base[place.weight])
@@ -80,6 +75,25 @@ class MergedAdapter:
                         f"adapter {name}: {given[name + A].shape} and {given[name + B].shape} do not fit "
                         f"{place.weight} {tuple(weight.shape)}: {error}", "ADAPTER", tensor=name) from error
         return list(found.values())
+
+    def fits(self, own: Sequence[RawTensor]) -> None:
+        """Raises InvalidInput, naming the tensor, when these are not the adapter's tensors."""
+        given = self._named(own)
+        for name, place in self._places.items():
+            a, b, weight = given[name + A], given[name + B], self._base[place.weight]
+            whole = len(a.data) == a.size and len(b.data) == b.size
+            if not whole or (b.shape[0], a.shape[1], a.shape[0]) != (*weight.shape, b.shape[1]):
+                raise InvalidInput(
+                    f"adapter {name}: {a.shape} of {len(a.data)} bytes and {b.shape} of {len(b.data)} do not fit "
+                    f"{place.weight} {weight.shape}", "ADAPTER", tensor=name)
+
+    def _named(self, own: Sequence[RawTensor]) -> dict[str, RawTensor]:
+        given = {t.name: t for t in own}
+        expected = {name + part for name in self._places for part in (A, B)}
+        if wrong := sorted(given.keys() ^ expected):
+            what = "lacks" if wrong[0] in expected else "has an unexpected"
+            raise InvalidInput(f"the version of the adapter {what} tensor {wrong[0]}", "ADAPTER", tensor=wrong[0])
+        return given
 
     def _sum(self, place: Place, weight: torch.Tensor, a: RawTensor, b: RawTensor) -> torch.Tensor:
         """W + s B A in W's dtype, by the operations of slipstream.adapters.summed."""

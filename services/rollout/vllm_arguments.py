@@ -7,7 +7,7 @@ against vLLM 0.32's own definitions and have not yet run on a GPU.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.rollout.engine import Request
@@ -18,6 +18,7 @@ from slipstream.errors import ConfigError, InvalidInput
 CPU_BLOCK = 32  # vLLM's 128 on a CPU would let no prompt of the demo share a block
 MOST_CPU_CACHE = 4 << 30  # bytes
 BATCHED_TOKENS = 8192  # of one step, prompts included
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vllm.config.lora.MaxLoRARanks
 # What the engine itself answers for; everything else goes into rollout.vllm.engine_args.
 OWN = {
     "model": "model.path", "tokenizer": "model.path", "dtype": "model.dtype", "max_model_len": "rollout.context",
@@ -26,6 +27,7 @@ OWN = {
     "enforce_eager": "rollout.vllm.enforce_eager", "tensor_parallel_size": "rollout.vllm.tensor_parallel",
     "data_parallel_size": "rollout.vllm.data_parallel", "data_parallel_size_local": "rollout.vllm.data_parallel_local",
     "enable_expert_parallel": "rollout.vllm.expert_parallel", "all2all_backend": "rollout.vllm.all2all",
+    "enable_lora": "model.lora", "max_lora_rank": "model.lora.rank", "lora_target_modules": "model.lora.targets",
     "enable_return_routed_experts": "rollout.capture_routes", "override_generation_config": "rollout.vllm.sampling",
 }
 # Variables per fabric, of DeepEP (vLLM's `deepep_v2`) and NCCL; sources: vllm/envs.py, awslabs' DeepEP V2 benchmark.
@@ -93,6 +95,16 @@ def engine_arguments(run: RunFile, model: str, shape: Mapping[str, Any], extensi
     if own.all2all:
         arguments["all2all_backend"] = own.all2all
     return arguments | own.engine_args
+
+
+def slot_arguments(rank: int, layers: Sequence[str]) -> dict[str, Any]:
+    """Further arguments for an adapter in slots: one that serves, and one that is tried. `layers`: full names of what is
+    adapted. Raises ConfigError for a rank above vLLM's largest."""
+    roomy = next((known for known in RANKS if known >= rank), 0)
+    if not roomy:
+        raise ConfigError(f"model.lora.rank = {rank} exceeds {RANKS[-1]}, vLLM's largest; lower it")
+    return {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 2, "max_lora_rank": roomy,
+            "lora_target_modules": sorted({layer.rpartition(".")[2] for layer in layers})}
 
 
 def cache_bytes(run: RunFile, shape: Mapping[str, Any], block: int) -> int:

@@ -40,14 +40,18 @@ DTYPES = {
 class Checkpoints:
     """A folder that vLLM starts from, and one file per version in it. `close` removes it."""
 
-    def __init__(self, files: Mapping[str, bytes], size: int) -> None:
-        """`size`: bytes of one version's tensors. Raises InvalidInput when the files do not describe a model."""
+    def __init__(self, files: Mapping[str, bytes], size: int, slots: bool = False) -> None:
+        """`size`: bytes of one version's tensors. `slots`: versions of an adapter stay apart from their base.
+
+        Raises InvalidInput when the files do not describe a model.
+        """
         roomy = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > ROOM * size
         place = SHARED_MEMORY if roomy else Path(tempfile.gettempdir())
         remove_orphans(place)
         self.folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=place))
         self._files = files
         self._adapter: MergedAdapter | None = None
+        self.slots = slots and ADAPTER_FILE in files
         for name, data in files.items():
             if name == ADAPTER_FILE:
                 continue
@@ -83,12 +87,32 @@ class Checkpoints:
 
         Of an adapter the first call is given its base, too.
         """
+        if self.slots:
+            return self._write_apart(tensors, name)
         tensors = self._whole(tensors)
         self.fits(tensors)
+        return self._write_model(tensors, self.versions / name)
+
+    def _write_apart(self, tensors: Sequence[RawTensor], name: str) -> tuple[str, int]:
+        """A PEFT directory of the adapter alone. The base comes with the first version: an engine starts from it."""
+        base, own = split(tensors)
+        if base:
+            self.fits(base)
+            self._adapter = MergedAdapter(self._files, base, self.model)
+            self.become(self._write_model(base, self.versions / "base.safetensors")[0])
+        assert self._adapter is not None
+        self._adapter.fits(own)
+        folder = self.versions / name.removesuffix(".safetensors")
+        folder.mkdir()
+        (folder / ADAPTER_FILE).write_bytes(self._files[ADAPTER_FILE])
+        path = folder / "adapter_model.safetensors"
+        save_file({t.name: _tensor(t) for t in own}, path, {"format": "pt"})
+        return str(path), checksum(str(path))
+
+    def _write_model(self, tensors: Sequence[RawTensor], path: Path) -> tuple[str, int]:
         from transformers.core_model_loading import revert_weight_conversion
 
         named = revert_weight_conversion(self.model, {t.name: _tensor(t) for t in tensors})
-        path = self.versions / name
         save_file({name: tensor.contiguous() for name, tensor in named.items()}, path, {"format": "pt"})
         return str(path), checksum(str(path))
 
@@ -122,10 +146,39 @@ class Checkpoints:
     def drop(self, path: str) -> None:
         """Delete the file of a version that nobody goes back to."""
         Path(path).unlink(missing_ok=True)
+        if self.slots:
+            shutil.rmtree(Path(path).parent, ignore_errors=True)
+
+    def serve_adapter(self, path: str) -> Path:
+        """The folder that requests name, the same for all versions: from here on it is that of `path`."""
+        link, new = self.folder / "policy", self.folder / ".policy"
+        new.unlink(missing_ok=True)
+        new.symlink_to(Path(path).parent, target_is_directory=True)
+        new.replace(link)
+        return link
+
+    @property
+    def adapted_layers(self) -> list[str]:
+        """Full names of the layers that the adapter is on."""
+        return list(json.loads(self._files[ADAPTER_FILE])["target_modules"]) if self.slots else []
+
+    @property
+    def adapts_experts(self) -> bool:
+        return self.slots and bool(json.loads(self._files[ADAPTER_FILE]).get("target_parameters"))
+
+    @property
+    def rank(self) -> int:
+        return int(json.loads(self._files[ADAPTER_FILE])["r"])
+
+    @property
+    def has_experts(self) -> bool:
+        return any(parameter.ndim == 3 for parameter in self.model.parameters())
 
     def become(self, path: str) -> None:
         """Let `path` be what an engine that starts in the folder loads."""
         target = self.folder / "model.safetensors"
+        if self.slots and target.exists():
+            return  # the base: it never changes
         target.unlink(missing_ok=True)
         target.hardlink_to(path)
 

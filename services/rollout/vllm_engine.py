@@ -103,7 +103,8 @@ class VllmEngine:
         shape = json.loads(files.get("config.json", b"{}"))
         self._shape = shape.get("text_config", shape)
         try:
-            self._checkpoints = await asyncio.to_thread(Checkpoints, files, sum(t.size for t in tensors))
+            self._checkpoints = await asyncio.to_thread(
+                Checkpoints, files, sum(t.size for t in tensors), self._run.rollout.vllm.adapters == "slots")
             self._path, _ = await asyncio.to_thread(self._checkpoints.write, tensors, "0.safetensors")
             self._tokenizer, self._stops = await asyncio.to_thread(self._checkpoints.tokenizer, files)
             self._vllm = VllmProcess(self._run, self._checkpoints, self._shape, self.extension, self.signals, self._observe)
@@ -178,8 +179,11 @@ class VllmEngine:
             path, crc32c = await asyncio.to_thread(self._checkpoints.write, tensors, f"{self._exchange + 1}.safetensors")
             try:
                 await self._vllm.call("slipstream_verify", path, crc32c)
+                await self._vllm.trial(path, probes)
             except Exception as error:
                 self._checkpoints.drop(path)
+                if isinstance(error, InvalidInput):
+                    raise
                 raise InvalidInput(f"policy version {version.number} cannot be read back: {error}", "CHECKPOINT") from error
             await self._replace(version, path, probes)
 
@@ -228,7 +232,7 @@ class VllmEngine:
                 return
             llm = self._vllm.llm
             try:
-                await self._run_once(asked, llm)
+                await self._run_once(asked, llm, self._vllm.lora)
                 return
             except EngineDeadError as error:
                 if self._vllm is not None and self._vllm.llm is llm:
@@ -239,7 +243,7 @@ class VllmEngine:
                 self._tell([(asked, InvalidInput(f"vLLM refused a request: {error}", "REQUEST"))])
                 return
 
-    async def _run_once(self, asked: Asked, llm: Any) -> None:
+    async def _run_once(self, asked: Asked, llm: Any, lora: Any) -> None:
         """Raises EngineDeadError when `llm` died, or was ended for another."""
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
@@ -250,7 +254,7 @@ class VllmEngine:
         request = rest(asked.request, asked.sent)
         params = SamplingParams(**vllm_arguments.sampling(self._run, request), output_kind=kind)
         prompt = tokens_input(request.prompt.tolist(), cache_salt=str(self._exchange))
-        asked.collector = collector = await llm.add_request(str(request.id), prompt, params)
+        asked.collector = collector = await llm.add_request(str(request.id), prompt, params, lora_request=lora)
         if asked.aborted:
             await llm.abort([str(request.id)])
         told = 0

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,8 @@ from slipstream.probes import Probes
 
 SHUTDOWN_S = 2.0  # it never ends by itself
 PROOF_TOKENS, PROOF_PROMPT = 4, 8
+SERVING, TRIED = ("policy", 1), ("next", 2)  # name and number of an adapter in its slot
+_scored = itertools.count()  # no cached block of an earlier probe serves a later one
 
 
 class VllmProcess:
@@ -32,6 +36,7 @@ class VllmProcess:
     ) -> None:
         self._run, self._checkpoints, self._shape, self._extension = run, checkpoints, shape, extension
         self._signals, self._observe = signals, observe
+        self.lora: Any = None  # the adapter in its slot, as requests name it; None without slots
         self.llm: Any = None
 
     async def start(self, path: str, exchange: int) -> None:
@@ -49,12 +54,16 @@ class VllmProcess:
         cpu = current_platform.is_cpu()
         os.environ.update(vllm_arguments.environment(run, cpu))
         arguments = vllm_arguments.engine_arguments(run, str(self._checkpoints.folder), self._shape, self._extension, cpu)
+        if self._checkpoints.slots:
+            self._may_use_slots(cpu)
+            arguments |= vllm_arguments.slot_arguments(self._checkpoints.rank, self._checkpoints.adapted_layers)
         loggers = [logger(self._signals, self._observe)]
         try:
             self.llm = await asyncio.to_thread(
                 AsyncLLM.from_engine_args, AsyncEngineArgs(**arguments, disable_log_stats=True), stat_loggers=loggers)
             if run.rollout.capture_routes and cpu:
                 await self.call("slipstream_capture")
+            await self._take_adapter(path)
             await self.llm.update_weight_version(str(exchange))
         except (ValueError, TypeError, NotImplementedError) as error:
             raise InvalidInput(f"vLLM cannot run this model: {' '.join(str(error).split())[:400]}", "MODEL") from error
@@ -71,13 +80,55 @@ class VllmProcess:
         """A method of the worker extension, between two steps: the results of all workers."""
         return await self.llm.collective_rpc(method, args=arguments)
 
+    async def _ask(self, name: str, prompt: Any, params: Any, lora: Any = None) -> Any:
+        return await self.llm.add_request(name, prompt, params, lora_request=lora or self.lora)
+
+    def _may_use_slots(self, cpu: bool) -> None:
+        """Raises InvalidInput where slots cannot work."""
+        if self._checkpoints.adapts_experts:
+            raise InvalidInput(
+                "rollout.vllm.adapters = slots with an adapter on fused experts: those are adapted in the weights only; set "
+                'adapters = "merged", or leave experts out of model.lora.targets', "SLOTS")
+        if cpu and self._checkpoints.has_experts:
+            raise InvalidInput(
+                "rollout.vllm.adapters = slots on a CPU with a model that has experts: vLLM runs those on Triton kernels once "
+                'slots are on, which a CPU lacks; set adapters = "merged"', "SLOTS")
+
+    async def _take_adapter(self, path: str) -> None:
+        """Let the adapter at `path` be the one that all requests name, those in flight included. Nothing without slots."""
+        if not self._checkpoints.slots:
+            return
+        from vllm.lora.request import LoRARequest
+
+        folder = str(self._checkpoints.serve_adapter(path))
+        self.lora = LoRARequest(SERVING[0], SERVING[1], folder)
+        await self.llm.add_lora(LoRARequest(SERVING[0], SERVING[1], folder, load_inplace=True))
+        await self.llm.pin_lora(SERVING[1])  # were it thrown out, a request of old would load it again
+
+    async def trial(self, path: str, probes: Probes | None) -> None:
+        """An adapter proves itself in the second slot while the first serves. Raises InvalidInput (CANARY); nothing has changed
+        then. Whole models have no second place: they are scored after the load."""
+        if not self._checkpoints.slots:
+            return
+        from vllm.lora.request import LoRARequest
+
+        lora = LoRARequest(TRIED[0], TRIED[1], str(Path(path).parent), load_inplace=True)
+        try:
+            await self.llm.add_lora(lora)
+            await self.score(probes, lora)
+        finally:
+            await self.llm.remove_lora(TRIED[1])
+
     async def load(self, path: str, exchange: int, recompute: bool, before_resume: Callable[[], None] = lambda: None) -> None:
         """Pause, load a verified checkpoint, stamp tokens with `exchange` from here on, resume.
 
         When this raises the model may be between two versions and decoding stands still: `stop` and `start` are what is left.
         """
         await self.llm.pause_generation(mode="keep", clear_cache=recompute)
-        await self.call("slipstream_load", path)
+        if self._checkpoints.slots:
+            await self._take_adapter(path)
+        else:
+            await self.call("slipstream_load", path)
         await self.llm.update_weight_version(str(exchange))
         before_resume()
         await self.llm.resume_generation()
@@ -97,7 +148,7 @@ class VllmProcess:
                 'versions would not be what they say; use another version of vLLM, or rollout.engine = "torch"', "RELOAD")
         self._signals.generated_tokens = self._signals.prompt_tokens = 0
 
-    async def score(self, probes: Probes | None) -> None:
+    async def score(self, probes: Probes | None, lora: Any = None) -> None:
         """The canary: raises InvalidInput (CANARY) when the trainer's model scores the probes otherwise than this one."""
         if probes is None:
             return
@@ -109,7 +160,7 @@ class VllmProcess:
         params = SamplingParams(
             max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
         collectors = [
-            await self.llm.add_request(f"canary-{i}", tokens_input(tokens.tolist()), params)
+            await self._ask(f"canary-{i}", tokens_input(tokens.tolist(), cache_salt=f"canary-{next(_scored)}"), params, lora)
             for i, tokens in enumerate(probes.tokens[:, :size])]
         found = np.zeros((len(collectors), size - 1))
         for i, collector in enumerate(collectors):
@@ -133,6 +184,6 @@ class VllmProcess:
             prompt = (np.arange(i + 1, i + 1 + size) % vocabulary).astype(np.int32)
             arguments = vllm_arguments.sampling(self._run, Request(prompt, PROOF_TOKENS, greedy=True))
             params = SamplingParams(**arguments, output_kind=RequestOutputKind.FINAL_ONLY)
-            collector = await self.llm.add_request(f"proof-{name}-{i}", tokens_input(prompt.tolist(), cache_salt=name), params)
+            collector = await self._ask(f"proof-{name}-{i}", tokens_input(prompt.tolist(), cache_salt=name), params)
             found.append(list((await collector.get()).outputs[0].logprobs.logprobs))
         return found

@@ -23,18 +23,25 @@ from slipstream.protos.types.v1.policy_pb2 import PolicyVersion
 from slipstream.sample import Span
 from tests.engines.conftest import CONTEXT, SLOTS
 from tests.engines.test_contract import LONG, PROMPT, TOLERANCE, prompts, same
-from tests.rollout_runs import run_file, weights
+from tests.rollout_runs import MODEL, run_file, weights
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 RANK = 4
 PARTS = ("q_proj", "k_proj", "v_proj", "o_proj")
+OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+DENSE = {"build": MODEL["build"] | {
+    "model_type": "llama", "config": {k: v for k, v in MODEL["build"]["config"].items() if k not in OF_EXPERTS}}}
 
 
 class Adapted:
     """An engine on adapters 1 and 2 of one base, and transformers' models of what they make."""
 
-    def __init__(self, folder: Path) -> None:
-        run = run_file(folder, model={"lora": {"rank": RANK}}, rollout={"engine": "vllm", "slots": SLOTS, "context": CONTEXT})
+    def __init__(self, folder: Path, how: str) -> None:
+        """Merged, attention and experts; or in slots, attention of a model without experts: what a CPU can run."""
+        lora = {"rank": RANK, "targets": ["attention"] if how == "slots" else ["attention", "experts"]}
+        run = run_file(folder, model={**(DENSE if how == "slots" else MODEL), "lora": lora}, rollout={
+            "engine": "vllm", "slots": SLOTS, "context": CONTEXT, "vllm": {"adapters": how}})
+        self.how = how
         plain, self.base = weights(run, 1)
         outline = skeleton(plain)[0].to("meta")
         told = {
@@ -85,9 +92,9 @@ def version(number: int) -> PolicyVersion:
     return PolicyVersion(number=number, step=number - 1, incarnation=1)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def adapted(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Adapted]:
-    adapted = Adapted(tmp_path_factory.mktemp("adapter"))
+@pytest_asyncio.fixture(scope="module", loop_scope="session", params=["merged", "slots"])
+async def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Adapted]:
+    adapted = Adapted(tmp_path_factory.mktemp("adapter"), request.param)
     await adapted.engine.start(adapted.files, [*adapted.base, *adapted.own[1]], version(1), adapted.probes(1))
     yield adapted
     await adapted.engine.stop()
@@ -124,7 +131,11 @@ async def test_an_adapter_that_does_not_fit_or_is_another_leaves_the_old_one(ada
     with pytest.raises(InvalidInput, match="lacks tensor base_model.model"):
         await engine.swap(version(5), adapted.own[2][:-1])
     assert same(await engine.generate(Request(PROMPT, 12, seed=1)), before)
+    exchange = engine._exchange
     with pytest.raises(InvalidInput, match="does not hold the published weights"):
         await engine.swap(version(6), adapted.own[2], adapted.probes(1))
     assert engine.version.number == 1
     assert same(await engine.generate(Request(PROMPT, 12, seed=1)), before)
+    if adapted.how == "slots":  # it was tried beside the one that served: nothing was paused, nothing started anew
+        assert engine._exchange == exchange and not engine._broken
+        assert set(await engine._vllm.llm.list_loras()) == {1}

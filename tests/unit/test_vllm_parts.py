@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from services.rollout import vllm_arguments
@@ -18,8 +20,9 @@ from services.rollout.engine import Generation, Request
 from services.rollout.vllm_answers import Asked, generation, rest
 from services.rollout.vllm_checkpoint import Checkpoints, checksum, remove_orphans
 from services.rollout.vllm_routes import Rows
-from slipstream.errors import ConfigError
-from slipstream.model import files, state
+from slipstream.errors import ConfigError, InvalidInput
+from slipstream.manifest import RawTensor
+from slipstream.model import ADAPTER_FILE, bare, files, state
 from slipstream.protos.types.v1.policy_pb2 import PolicyVersion
 from slipstream.sample import FINISH_STOP, Span
 from tests.engine_models import FAMILIES, MOE, tiny
@@ -113,6 +116,52 @@ def test_a_version_becomes_the_checkpoint_that_transformers_would_save(family: s
     finally:
         made.close()
     assert not made.folder.exists()
+
+
+def test_an_adapter_for_a_slot_is_a_peft_directory_behind_one_name(tmp_path: Path) -> None:
+    """The base is written once and stays what an engine starts from; requests name one folder, which is always that of the
+    version that serves."""
+    model = tiny("llama")
+    tensors = state(model)
+    sent = files(model, SimpleNamespace(save_pretrained=lambda folder: None))
+    layer = "model.layers.0.self_attn.q_proj"
+    sent[ADAPTER_FILE] = json.dumps({"r": 4, "lora_alpha": 8, "target_modules": [layer]}).encode()
+    outputs, inputs = model.get_submodule(layer).weight.shape
+
+    def own(value: float) -> list[RawTensor]:
+        shapes = {"lora_A": (4, inputs), "lora_B": (outputs, 4)}
+        return [bare(f"base_model.model.{layer}.{n}.weight", torch.full(shape, value)) for n, shape in shapes.items()]
+
+    made = Checkpoints(sent, sum(t.size for t in tensors), slots=True)
+    try:
+        first, _ = made.write([*tensors, *own(1.0)], "0.safetensors")
+        assert made.serve_adapter(first) == made.folder / "policy" and not made.has_experts
+        before = (made.folder / "model.safetensors").stat().st_ino
+        second, crc32c = made.write(own(2.0), "1.safetensors")
+        assert checksum(second) == crc32c
+        made.become(second)
+        assert (made.folder / "model.safetensors").stat().st_ino == before
+        assert made.serve_adapter(second) == made.folder / "policy"
+        served = load_file(made.folder / "policy" / "adapter_model.safetensors")
+        assert {float(t.mean()) for t in served.values()} == {2.0} and len(served) == 2
+        assert (made.folder / "policy" / ADAPTER_FILE).read_bytes() == sent[ADAPTER_FILE]
+        made.drop(first)
+        assert not Path(first).parent.exists() and Path(second).exists()
+        for spoilt in (own(1.0)[:1], [own(1.0)[0], RawTensor(own(1.0)[1].name, "F32", (outputs, 3), bytes(12 * outputs))]):
+            with pytest.raises(InvalidInput, match="q_proj"):
+                made.write(spoilt, "2.safetensors")
+        assert (made.adapted_layers, made.rank) == ([layer], 4)
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("rank, room", [(1, 1), (4, 8), (16, 16), (33, 64), (512, 512)])
+def test_slots_have_room_for_the_rank(rank: int, room: int) -> None:
+    """vLLM knows some ranks only; of the adapted layers it wants the last part of the name."""
+    found = vllm_arguments.slot_arguments(rank, ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"])
+    assert found["max_lora_rank"] == room and found["lora_target_modules"] == ["q_proj"] and found["max_loras"] == 2
+    with pytest.raises(ConfigError, match="model.lora.rank = 513"):
+        vllm_arguments.slot_arguments(513, [])
 
 
 def test_what_a_killed_worker_left_in_shared_memory_is_removed(tmp_path: Path) -> None:
