@@ -128,7 +128,8 @@ chaos-short: $(VENV)/.demo  ## the same for two minutes, pinned: nightly
 	$(BIN)/python -m benchmarks.chaos --minutes 2 --seed 1 --schedule pinned
 
 # Exit code 3 of the benchmark: a clone without tags and history has nothing to upgrade from, which it says.
-test-upgrade: $(VENV)/.demo  ## a run under faults while each service goes from PREVIOUS (the last release) to this code: nightly
+test-upgrade: $(VENV)/.test  ## a run under faults while each service goes from PREVIOUS (the last release) to this code: nightly
+	SLIPSTREAM_PREVIOUS=$(PREVIOUS) $(BIN)/python -m pytest -m '' -rs tests/chaos/test_two_fronts.py
 	$(BIN)/python -m benchmarks.chaos --previous $(PREVIOUS) --order buffer-first --schedule free --minutes 3
 	$(BIN)/python -m benchmarks.chaos --previous $(PREVIOUS) --order trainer-first --schedule pinned --minutes 3
 
