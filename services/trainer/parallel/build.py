@@ -103,6 +103,7 @@ def _loaded(
     try:
         with mesh.told(run, settings.path):
             model: Any = kind.from_pretrained(settings.path, dtype=dtype, distributed_config=wanted)
+            mesh.bounded(model._mesh_manager, run.trainer.parallel.collective_timeout_s)
     except UNREADABLE as error:
         raise unreadable(settings, error) from error
     if model._can_set_experts_implementation():
