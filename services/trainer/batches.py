@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from slipstream.lifecycle import Clock, Waits
 from slipstream.objects import ObjectStore
 from slipstream.protos.buffer.v1 import batches_pb2
 from slipstream.protos.types.v1 import sample_pb2, tensor_pb2
-from slipstream.sample import Sample, Segment, array, crc32c, decode, reward_of, turn_numbers
+from slipstream.sample import Sample, array, crc32c, decode, reward_of, turn_numbers
 
 POLL_S = 10.0
 # An answer without a batch may come at once (checkpoint_now): ask again a little later.
@@ -59,7 +59,7 @@ class BatchReader:
         self, stub: Any, clock: Clock, waits: Waits, checkpoint_now: Callable[[], object], routes: ObjectStore | None = None,
         credit: str = "sample",
     ) -> None:
-        """`routes`: the store that routes by reference are fetched from; None leaves them out. `credit`: algorithm.credit."""
+        """`routes`: the store that routes by reference are fetched from; None leaves them there. `credit`: algorithm.credit."""
         self._stub, self._clock, self._waits, self._checkpoint_now, self._routes = stub, clock, waits, checkpoint_now, routes
         self._credit = credit
 
@@ -200,26 +200,33 @@ async def fetch_routes(batch: TrainingBatch, store: ObjectStore) -> None:
     Raises Unavailable when the store cannot be reached; InvalidInput, naming draw and sample, when an object is gone, or its
     bytes or its shape are not those that were recorded.
     """
+    wanted = [
+        (segment, segment.routes_ref, f"draw {group.draw}, sample {member.index}, segment {i}")
+        for group in batch.groups for member in group.members for i, segment in enumerate(member.sample.segments)
+        if segment.routes is None and segment.routes_ref is not None]
+    found = await read_routes(store, [(reference, place) for _, reference, place in wanted])
+    for (segment, _, _), routes in zip(wanted, found, strict=True):
+        segment.routes = routes
+
+
+async def read_routes(store: ObjectStore, wanted: Sequence[tuple[sample_pb2.Routes, str]]) -> list[np.ndarray]:
+    """What (reference, place in the batch) pairs name, uint8 or uint16 [T - 1, L, K] each. Errors as of `fetch_routes`."""
     at_once = asyncio.Semaphore(FETCHES)
 
-    async def fetch(segment: Segment, reference: sample_pb2.Routes, place: str) -> None:
+    async def fetch(reference: sample_pb2.Routes, place: str) -> np.ndarray:
         where = reference.object
         async with at_once:
             data = await store.get(where.key, where.offset, where.size)
         if crc32c(data) != where.crc32c:
             raise InvalidInput(f"{place}: the routes in {where.key} are not those that were recorded", "ROUTES_CHECKSUM")
-        segment.routes = array(tensor_pb2.Tensor(dtype=reference.dtype, shape=reference.shape, data=data), f"{place}.routes")
+        return array(tensor_pb2.Tensor(dtype=reference.dtype, shape=reference.shape, data=data), f"{place}.routes")
 
     try:
         async with asyncio.TaskGroup() as tasks:
-            for group in batch.groups:
-                for member in group.members:
-                    for i, segment in enumerate(member.sample.segments):
-                        if segment.routes is None and segment.routes_ref is not None:
-                            tasks.create_task(fetch(
-                                segment, segment.routes_ref, f"draw {group.draw}, sample {member.index}, segment {i}"))
+            made = [tasks.create_task(fetch(*pair)) for pair in wanted]
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from None
+    return [task.result() for task in made]
 
 
 def trained_crc32c(member: Member, mask_below_step: int) -> int:

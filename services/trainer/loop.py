@@ -76,7 +76,8 @@ class TrainerLoop:
         self._batches: Any = batches_pb2_grpc.BatchServiceStub(context.channel)
         self._reader = BatchReader(
             self._batches, self.clock, self.waits, self.request_checkpoint,
-            context.store if self.settings.algorithm.replays_sampler else None, self.settings.algorithm.credit)
+            context.store if self.settings.algorithm.replays_sampler and self.settings.trainer.parallel.ranks == 1 else None,
+            self.settings.algorithm.credit)
         self._torch = ThreadPoolExecutor(1, "torch")
         self._wake, self._wanted, self._training = asyncio.Event(), False, False
         self._prefetched: asyncio.Task[TrainingBatch | None] | None = None

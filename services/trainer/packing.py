@@ -66,6 +66,7 @@ class Row:
     weight: float = 0.0  # of each of its tokens in the loss
     reference: np.ndarray | None = None  # float32 [M]: log-probability under the reference model
     routes: np.ndarray | None = None  # uint8 or uint16 [T, L, K]: the sampler's experts; each input token has its own
+    routes_ref: bytes = b""  # where they are, a serialized slipstream.types.v1.Routes; empty: they came with the sample
     origin: tuple[int, int, int] = (-1, -1, -1)  # draw, sample, segment
     place: tuple[int, int] = (-1, -1)  # its group and its sample, each numbered within the batch
     proximal: np.ndarray | None = None  # [M]: log-probability under the policy before the first of several mini-steps
@@ -269,6 +270,7 @@ def _row(
     return Row(
         segment.tokens[:-1], positions - 1, segment.tokens[positions], segment.logprobs[kept], step - 1 - steps[kept],
         len(versions) == 1, routes=_routes(segment, place), turns=None if turns is None else turns[kept],
+        routes_ref=segment.routes_ref.SerializeToString() if segment.routes_ref is not None else b"",
         rewards=None if rewards is None else rewards[kept], origin=origin)
 
 

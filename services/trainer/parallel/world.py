@@ -7,6 +7,7 @@ Small things travel on the host, through the gloo backend that the default group
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from services.trainer.batches import read_routes
 from services.trainer.packing import Fill, Microbatch, Row, microbatches
 from services.trainer.parallel import build, context, mesh
 from services.trainer.parallel.partition import cost, partition
@@ -24,6 +26,8 @@ from services.trainer.parallel.scorer import SpreadScorer
 from services.trainer.ranks import Alone, Score, idle
 from slipstream import config
 from slipstream.errors import SlipstreamError
+from slipstream.objects import open_store
+from slipstream.protos.types.v1 import sample_pb2
 
 T = TypeVar("T")
 
@@ -145,7 +149,23 @@ class World(Alone):
         return bool(there)
 
     def shared(self, rows: Sequence[Row]) -> Sequence[Row]:
-        return self._scattered([[rows[i] for i in part] for part in self._parts(rows)])
+        """Routes that lie in the object store are read by the rank that trains the row, and by no other."""
+        mine = self._scattered([[rows[i] for i in part] for part in self._parts(rows)])
+        if not self.run.algorithm.replays_sampler:
+            return mine
+        with self.together():
+            mine = asyncio.run(self._with_routes(mine))
+        return mine
+
+    async def _with_routes(self, rows: list[Row]) -> list[Row]:
+        objects = self.run.objects
+        far = [i for i, row in enumerate(rows) if row.routes is None and row.routes_ref]
+        wanted = [
+            (sample_pb2.Routes.FromString(rows[i].routes_ref), "draw {}, sample {}, segment {}".format(*rows[i].origin))
+            for i in far]
+        async with open_store(self.run.objects_url, objects.endpoint, objects.region) as store:
+            found = dict(zip(far, await read_routes(store, wanted), strict=True))
+        return [replace(row, routes=found.get(i, row.routes)) for i, row in enumerate(rows)]
 
     def _parts(self, rows: Sequence[Row]) -> list[list[int]]:
         return partition([cost(len(row.inputs), self._hidden) for row in rows], self.shares)
