@@ -18,8 +18,8 @@ BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, re.S)
 SHELL = "\n".join(body for kind, body in BLOCKS if kind == "bash").replace("\\\n", " ")
 OPERATIONS = (ROOT / "docs/guides/operations.md").read_text().partition("## On a cluster")[2]
 VARIABLES = {"CLUSTER": "demo", "NS": "runs", "SG": "sg-0123", "ZONE": "us-east-1a", "BUCKET": "b", "PREFIX": "demo",
-             "ACCOUNT": "123456789012", "ADMIN": "Admin", "R": "--set image.repository=registry",
-             "FILES": "--set redis.secretName=redis"}
+             "ACCOUNT": "123456789012", "ADMIN": "Admin", "FILES": "--set redis.secretName=redis",
+             "R": re.sub(r"<[\w -]+>", "registry", re.findall(r'^R="(.*?)"', SHELL, re.M)[0])}
 
 
 def filled(text: str) -> str:
@@ -43,8 +43,11 @@ def test_every_helm_command_renders_what_an_api_server_takes(tmp_path: Path) -> 
         release, chart = words[3:5]
         places = {"model.yaml": tmp_path / "model.yaml"} | {word: ROOT / word for word in words if word.startswith("helm/")}
         rendered = helm("template", release, *[str(places.get(word, word)) for word in words[4:]])
-        found = [fault for each in yaml.load_all(rendered, yaml.CSafeLoader) if each for fault in faults(each)]
+        objects = [each for each in yaml.load_all(rendered, yaml.CSafeLoader) if each]
+        found = [fault for each in objects for fault in faults(each)]
         assert not found, found
+        monitors = [each["metadata"]["labels"].get("release") for each in objects if each["kind"] == "PodMonitor"]
+        assert set(monitors) <= {"kube-prometheus-stack"}  # as its chart selects by default: without, KEDA sees no series
         seen.add(chart.removeprefix("helm/"))
     assert seen == set(CHARTS)
 
@@ -61,6 +64,9 @@ def test_the_run_file_of_the_page_is_one() -> None:
     preset = yaml.safe_load((HELM / "trainer/presets/p5en.yaml").read_text())
     assert run.trainer.parallel.ranks == preset["nodes"] * preset["processesPerNode"]
     assert run.trainer.parallel.instance_type == preset["nodeSelector"]["node.kubernetes.io/instance-type"]
+    preset, vllm = yaml.safe_load((HELM / "rollout/presets/p5en.yaml").read_text()), run.rollout.vllm
+    assert str(vllm.tensor_parallel * vllm.data_parallel) == preset["resources"]["limits"]["nvidia.com/gpu"]
+    assert run.rollout.slots == preset["autoscaling"]["perReplica"]
 
 
 def test_policies_are_filled_by_the_page() -> None:
