@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import socket
 import subprocess
 import sys
 import time
@@ -106,6 +107,22 @@ def test_a_collector_that_is_away_costs_spans_and_nothing_else(monkeypatch):
     asyncio.run(away.close())
     assert time.perf_counter() - started < 2
     assert sum(counted.values()) == 5000 and not counted["exported"] and counted["refused"] > 0
+
+
+def test_a_stop_does_not_wait_for_a_collector_that_says_nothing(monkeypatch, caplog):
+    """It takes the connection and no more: one message may last its time, those behind it are dropped."""
+    monkeypatch.setattr(tracing, "EXPORT_S", 0.5)
+    monkeypatch.setattr(tracing, "CLOSE_S", 0.1)
+    monkeypatch.setattr(tracing, "LOT", 100)
+    counted = Counter()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        some = tracer(
+            lambda outcome, spans: counted.update({outcome: spans}), endpoint=f"127.0.0.1:{silent.getsockname()[1]}",
+            sample_share=1.0)
+        some.hop("lease", [(1, draw, 0, 1) for draw in range(2000)], some.now())  # twenty messages, half a second each
+        asyncio.run(some.close())
+    assert sum(counted.values()) == 2000 and counted["dropped"] >= 1500, counted
+    assert "left behind" not in caplog.text
 
 
 def test_a_collector_that_comes_back_gets_spans_again(monkeypatch):
