@@ -49,11 +49,11 @@ def bounded(groups: Iterable[dist.ProcessGroup], seconds: float) -> None:
         c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
-def ask(store: Any = None) -> list[int]:
+def ask() -> list[int]:
     """Have the other ranks of this machine write their stacks, each once, whoever asks first. Returns those asked."""
     asked = []
     try:
-        store = store or c10d._get_default_store()
+        store: Any = c10d._get_default_store()
         for rank in range(int(os.environ.get("WORLD_SIZE", "1"))):
             if rank == int(os.environ.get("RANK", "0")) or not store.check([f"process/{rank}"]):
                 continue
@@ -62,7 +62,7 @@ def ask(store: Any = None) -> list[int]:
                 log.error(f"rank {rank}, process {process}, is asked for its stacks")
                 os.kill(process, STACKS)
                 asked.append(rank)
-    except (dist.DistError, RuntimeError, ProcessLookupError) as error:
+    except (RuntimeError, ValueError, OSError) as error:  # no group, no store, or no process any more
         log.warning(f"the other ranks could not be asked for their stacks: {error}")
     return asked
 
