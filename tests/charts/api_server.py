@@ -32,7 +32,8 @@ RESOURCES: dict[str, list[tuple[str, str, bool]]] = {
     "keda.sh/v1alpha1": [("ScaledObject", "scaledobjects", True)],
     "leaderworkerset.x-k8s.io/v1": [("LeaderWorkerSet", "leaderworkersets", True)],
     "monitoring.coreos.com/v1": [("PodMonitor", "podmonitors", True), ("PrometheusRule", "prometheusrules", True)],
-    "karpenter.sh/v1": [("NodePool", "nodepools", False)],
+    "autoscaling/v2": [("HorizontalPodAutoscaler", "horizontalpodautoscalers", True)],
+    "karpenter.sh/v1": [("NodePool", "nodepools", False), ("NodeClaim", "nodeclaims", False)],
     "karpenter.k8s.aws/v1": [("EC2NodeClass", "ec2nodeclasses", False)],
 }
 _PATH = re.compile(
@@ -214,7 +215,8 @@ def discovery(path: str) -> dict[str, Any] | None:
         return None
     verbs = ["create", "delete", "get", "list", "patch", "update", "watch"]
     return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": api, "resources": [
-        {"name": plural, "singularName": kind.lower(), "namespaced": namespaced, "kind": kind, "verbs": verbs}
+        {"name": plural, "singularName": kind.lower(), "namespaced": namespaced, "kind": kind, "verbs": verbs,
+         "shortNames": ["hpa"] if kind == "HorizontalPodAutoscaler" else []}
         for kind, plural, namespaced in RESOURCES[api]]}
 
 

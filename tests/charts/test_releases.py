@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.charts.api_server import Cluster, serving
-from tests.charts.rendering import HELM, NEEDED, SERVICES, Refused, environment, helm
+from tests.charts.rendering import HELM, NEEDED, ROOT, SERVICES, TOOLS, Refused, environment, helm
 
 Helm = Callable[..., str]
 
@@ -92,6 +95,32 @@ def test_upgrades_of_engines_keep_the_floor_up(cluster: tuple[Cluster, Helm]) ->
     terms = api.find("Deployment", "rollout-floor")["spec"]["template"]["spec"]["affinity"]["nodeAffinity"]
     assert terms["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"][0]["matchExpressions"] == [
         {"key": "karpenter.sh/capacity-type", "operator": "NotIn", "values": ["spot"]}]
+
+
+def test_the_commands_of_the_guides_run(tmp_path: Path) -> None:
+    """As they stand on the page, by a shell: what is applied, upgraded and looked at. What needs pods, or an object that was
+    made before, is left out by name; the install of docs/eks.md is rendered elsewhere."""
+    pages = [(ROOT / "docs" / name).read_text() for name in ("guides/operations.md", "eks.md")]
+    lines = [line.strip().partition(" #")[0] for page in pages for line in page.replace("\\\n", " ").splitlines()]
+    lines = [line.replace("$NS", "runs") for line in lines if line.startswith(("kubectl ", "helm upgrade --install"))]
+    left_out = re.compile(r" (exec|logs|cp|secret|namespace|label) |create configmap (?!.*dry-run)|<|\$R|clusterName")
+    lines = [line for line in lines if not left_out.search(line)]
+    with serving(tmp_path) as (api, config):
+        env = environment(tmp_path / "home") | {"KUBECONFIG": str(config), "PATH": f"{TOOLS}:{os.environ['PATH']}"}
+        (tmp_path / "run.toml").write_text("[run]")
+        (tmp_path / "helm").symlink_to(HELM)
+        for line in lines:
+            for service in (["buffer", "reward", "rollout", "trainer"] if "$service" in line else [""]):
+                words = line.replace("$service", service).partition("--wait")[0]
+                files = "--set redis.secretName=redis" if "helm/buffer" in words else ""
+                done = subprocess.run(["bash", "-euo", "pipefail", "-c", words], cwd=tmp_path, env=env | {"FILES": files},
+                                      capture_output=True, text=True, check=False, timeout=60)
+                assert not done.returncode, (words, done.stderr)
+        assert api.find("ConfigMap", "run")["data"] == {"run.toml": "[run]"}
+        for service in ("buffer", "reward", "rollout", "trainer"):
+            pod = api.find("Deployment", service)["spec"]["template"]
+            assert pod["spec"]["containers"][0]["image"] == f"slipstream-{service}:0.1.0"
+        assert len([line for line in lines if line.startswith("kubectl")]) >= 5
 
 
 @pytest.mark.parametrize("release", ["n", "on", "1e3"])
