@@ -248,7 +248,7 @@ class Tracing(Section):
     """OpenTelemetry traces of samples; see docs/guides/tracing.md. Needs the packages of slipstream[tracing]."""
 
     endpoint: str = Field(default="", description="host:port of a collector that takes OTLP over gRPC; empty = no traces.")
-    sample_share: float = Field(default=0.01, ge=0, le=1, description="Share of the samples that are traced, hop by hop.")
+    sample_share: float = Field(default=0.01, ge=0, le=1, description="Share of the draws whose samples are traced.")
     ca_file: str = Field(
         default="", description="PEM file of the authority of the collector's certificate; empty = the system's, or plaintext "
         "on loopback.")

@@ -4,8 +4,8 @@
           └─ a second lease and generation, when the first worker was lost
 
 The id of a trace, and of its first span, is a hash of (run, ledger epoch, draw, sample): every process knows it from what the
-lease says, so no message carries it, and a retried sample goes on in the same trace. The same hash decides whether a sample is
-traced, everywhere alike. To find a sample's trace:
+lease says, so no message carries it, and a retried sample goes on in the same trace. A hash of the draw decides whether a sample
+is traced, everywhere alike, and with it its whole group: one waits for the other. To find a sample's trace:
 
     python -m slipstream.tracing RUN DRAW SAMPLE [EPOCH]
 
@@ -59,6 +59,11 @@ def ids(run: str, epoch: int, draw: int, sample: int) -> tuple[int, int]:
     return int.from_bytes(digest[:16], "big"), int.from_bytes(digest[16:], "big")
 
 
+def drawn(run: str, epoch: int, draw: int) -> float:
+    """Where a draw lies in [0, 1): those below tracing.sample_share are traced."""
+    return int.from_bytes(hashlib.blake2b(f"{run}/{epoch}/{draw}".encode(), digest_size=6).digest(), "big") / 2**48
+
+
 def traceparent() -> str:
     """For the code of an environment: the W3C `traceparent` of the sample that this call is made for, or "".
 
@@ -110,7 +115,8 @@ class Tracer:
                 "the setting") from None
         self._api = api
         self._run, self._clock = run.run.name, clock
-        self._most = round(run.tracing.sample_share * 2**64)
+        share = run.tracing.sample_share
+        self._chosen = functools.lru_cache(1 << 14)(lambda epoch, draw: drawn(run.run.name, epoch, draw) < share)
         self._processor = BatchSpanProcessor(
             self._outbox, max_queue_size=QUEUE, schedule_delay_millis=PERIOD_S * 1000, max_export_batch_size=LOT)
         self._ids = _id_generator()
@@ -127,8 +133,7 @@ class Tracer:
 
     def traced(self, epoch: int, draw: int, sample: int) -> tuple[int, int] | None:
         """The ids of a sample's trace; None for one that is not traced."""
-        found = ids(self._run, epoch, draw, sample)
-        return found if found[0] & (2**64 - 1) < self._most else None
+        return ids(self._run, epoch, draw, sample) if self._chosen(epoch, draw) else None
 
     def begin(
         self, name: str, of: tuple[int, int], key: Sequence[int], started: int | None = None, root: bool = False,

@@ -43,7 +43,7 @@ def lease(draw, sample, attempt=1):
 
 
 def test_every_process_knows_a_samples_trace_by_itself():
-    """It is a hash of run, epoch, draw and sample, here and on the command line; a share of all samples is chosen by it."""
+    """It is a hash of run, epoch, draw and sample, here and on the command line; a share of all draws is chosen by a hash."""
     assert len({tracing.ids("r", 1, draw, sample) for draw in range(100) for sample in range(8)}) == 800
     assert tracing.ids("r", 1, 5, 3) == tracing.ids("r", 1, 5, 3) != tracing.ids("s", 1, 5, 3)
     printed = subprocess.run(
@@ -52,6 +52,7 @@ def test_every_process_knows_a_samples_trace_by_itself():
     with Collector() as collector:
         some = tracer(endpoint=collector.address, sample_share=0.25)
         picked = sum(some.traced(1, draw, 0) is not None for draw in range(4000))
+        assert all((some.traced(1, d, 0) is None) == (some.traced(1, d, 7) is None) for d in range(100))  # whole groups
         asyncio.run(some.close())
     assert 900 < picked < 1100
 
