@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import platform
 import re
+import weakref
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, start_http_server
 
@@ -53,18 +55,27 @@ _OF_STEP = (
 )
 
 
+Plain = TypeVar("Plain", Gauge, Counter)
+_PLAIN: weakref.WeakKeyDictionary[CollectorRegistry, list[Gauge | Counter]] = weakref.WeakKeyDictionary()
+
+
 class _Group:
     """Makes metrics with one prefix on one registry."""
 
     def __init__(self, registry: CollectorRegistry, prefix: str) -> None:
         self._registry, self._prefix = registry, f"slipstream_{prefix}" if prefix else "slipstream"
 
+    def _plain(self, metric: Plain) -> Plain:
+        """One that `figures` tells."""
+        _PLAIN.setdefault(self._registry, []).append(metric)
+        return metric
+
     def _gauge(self, name: str, sentence: str, *labels: str) -> Gauge:
-        return Gauge(f"{self._prefix}_{name}", sentence, labels, registry=self._registry)
+        return self._plain(Gauge(f"{self._prefix}_{name}", sentence, labels, registry=self._registry))
 
     def _counter(self, name: str, sentence: str, *labels: str, known: tuple[str, ...] = ()) -> Counter:
         """`known` values of the one label are there at 0 from the start: `increase` does not see a series' first value."""
-        counter = Counter(f"{self._prefix}_{name}", sentence, labels, registry=self._registry)
+        counter = self._plain(Counter(f"{self._prefix}_{name}", sentence, labels, registry=self._registry))
         for value in known:
             counter.labels(value)
         return counter
@@ -200,8 +211,8 @@ class TrainerMetrics(_Group):
         # Of the last step, by its key in metrics.jsonl; one without the figure leaves the gauge as it was.
         self.of_step = {figure: self._gauge(name, sentence) for figure, name, sentence in _OF_STEP}
         self.lag_tokens = self._gauge("lag_tokens", "Generated tokens of the last batch by their lag in steps.", "lag")
-        self.alarm = Gauge(
-            "slipstream_alarm", "1 while a figure of training is outside of its band.", ("name",), registry=registry)
+        self.alarm = self._plain(Gauge(
+            "slipstream_alarm", "1 while a figure of training is outside of its band.", ("name",), registry=registry))
         self.lag_mean = self._gauge("lag_mean", "Mean lag of the groups of the last batch, in steps.")
         self.lag_max = self._gauge("lag_max", "Greatest lag of the groups of the last batch, in steps.")
         self.learning_rate = self._gauge("learning_rate", "Learning rate of the last step.")
@@ -225,10 +236,11 @@ class EnvironmentMetrics(_Group):
 
 
 def figures(registry: CollectorRegistry) -> dict[str, float]:
-    """Gauges and counters by name without `slipstream_`, summed over labels, for status. Histograms are left out."""
+    """Gauges and counters by name without `slipstream_`, summed over labels, for status. Histograms and what the kernel says of
+    the process are left out: views ask several times a second, and collecting those takes ten times as long."""
     found: dict[str, float] = {}
-    for family in registry.collect():
-        if family.type in ("gauge", "counter"):
+    for metric in _PLAIN.get(registry, ()):
+        for family in metric.collect():
             for sample in family.samples:
                 if not sample.name.endswith("_created"):
                     name = sample.name.removeprefix("slipstream_")

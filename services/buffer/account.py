@@ -36,10 +36,10 @@ def letter(line: dict[str, Any]) -> ledger_pb2.DeadLetter:
         ledger_epoch=line.get("epoch", 0))
 
 
-async def take(front: Front, clock: Clock) -> ledger_pb2.Balance:
-    """The balance now. Raises Unavailable when Redis is away."""
+async def take(front: Front, clock: Clock, leases: bool = True) -> ledger_pb2.Balance:
+    """The balance now, with or without who holds leases. Raises Unavailable when Redis is away."""
     ledger: Ledger = front.ledger
-    rules, holders = ledger.rules, await ledger.holders()
+    rules, holders = ledger.rules, await ledger.holders(leases)
     found, meta = holders.balance, holders.balance.meta
     balance = ledger_pb2.Balance(
         run=rules.run, ledger_epoch=meta.get("epoch", 0), sequence=meta.get("sequence", 0),
@@ -56,9 +56,9 @@ async def take(front: Front, clock: Clock) -> ledger_pb2.Balance:
     return balance
 
 
-async def keep(front: Front, clock: Clock, store: ObjectStore) -> None:
+async def keep(front: Front, clock: Clock, store: ObjectStore, leases: bool = True) -> None:
     """Put the balance where `slipstream ledger` finds it after the run."""
-    balance = json_format.MessageToJson(await take(front, clock), preserving_proto_field_name=True)
+    balance = json_format.MessageToJson(await take(front, clock, leases), preserving_proto_field_name=True)
     await store.put(BALANCE_KEY, balance.encode())
 
 

@@ -349,9 +349,11 @@ class MemoryBatches:
         meta.update(ready=len(self.state.ready))
         return balance_of(meta, self.rules)
 
-    async def holders(self) -> Holders:
+    async def holders(self, leases: bool = True) -> Holders:
         """The balance and who holds leases."""
         state = self.state
+        if not leases:
+            return Holders(await self.balance(), state.low_water(), {}, {})
         samples = Counter(state.groups[draw]["s"][index].get("w", "?") for draw, index in state.leases)
         scoring = Counter(state.groups[draw]["s"][index].get("sw", "?") for draw, index in state.scoring)
         return Holders(await self.balance(), state.low_water(), samples, scoring)

@@ -308,9 +308,9 @@ class RedisLedger:
             refuse("overtaken", {"found": meta["schema"], "known": SCHEMA, "run": self.rules.run})
         return balance_of({**meta, "ready": ready}, self.rules)
 
-    async def holders(self) -> Holders:
-        """The balance and who holds leases. Its cost grows with leases and open groups: for people, not for every second."""
-        r, _, _ = await self._run("holders", {})
+    async def holders(self, leases: bool = True) -> Holders:
+        """The balance and who holds leases. Its cost grows with leases and open groups: for people, not for every commit."""
+        r, _, _ = await self._run("holders", {"leases": leases})
         meta = {name: int(value) for name, value in r["meta"].items()}
         return Holders(balance_of({**meta, "ready": r["ready"]}, self.rules), int(r["low"]), r["sample"], r["scoring"])
 

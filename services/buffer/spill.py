@@ -62,7 +62,7 @@ class Spill:
     async def collect(self) -> None:
         """Delete what no draw needs any more."""
         if keys := await self._store.list(_PREFIX):
-            holders = await self._ledger.holders()
+            holders = await self._ledger.holders(leases=False)
             epoch = int(holders.balance.meta["epoch"])
             for key in keys:
                 of_epoch, draw = map(int, key.removeprefix(_PREFIX).split("-")[:2])

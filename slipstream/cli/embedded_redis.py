@@ -20,9 +20,12 @@ from slipstream.errors import ConfigError, Unavailable
 OLDEST = (7, 0)
 SOCKET_PATH_BYTES = 100  # sun_path holds 108 on Linux, 104 on macOS, with its zero
 
+# Bodies pass through, so the file doubles soon, and each rewrite holds up every call: the server forks, and the disk is busy
+# with all that is held. Rewrites begin at four times the default.
+_REWRITE = ("--auto-aof-rewrite-min-size", "256mb")
 _APPEND = {  # buffer.durability -> what the append-only file does
-    "always": ("--appendonly", "yes", "--appendfsync", "always"),
-    "everysec": ("--appendonly", "yes", "--appendfsync", "everysec"),
+    "always": ("--appendonly", "yes", "--appendfsync", "always", *_REWRITE),
+    "everysec": ("--appendonly", "yes", "--appendfsync", "everysec", *_REWRITE),
     "memory": ("--appendonly", "no"),
 }
 

@@ -1,7 +1,9 @@
--- All counters, who holds leases, and the lowest draw that is neither committed nor dropped, at one moment. Changes nothing.
+-- All counters, the lowest draw that is neither committed nor dropped, and, if request.leases, who holds leases, at one moment.
+-- Changes nothing.
 local low = get('next_draw')
 for _, d in ipairs(call('HKEYS', K.groups)) do low = min(low, tonumber(d)) end
 local function count(queue, worker_of)
+  if not request.leases then return {} end
   local names, draws, held = call('ZRANGE', K[queue], 0, -1), {}, {}
   for n, name in ipairs(names) do draws[n] = split(name) end
   preload(draws)

@@ -8,6 +8,7 @@ local NAMES = {'meta', 'groups', 'open', 'leases', 'scoring', 'bodies', 'transcr
 local K = {}
 for i, name in ipairs(NAMES) do K[name] = KEYS[i] end
 local call, floor, max, min, pack, unpacked = redis.call, math.floor, math.max, math.min, struct.pack, struct.unpack
+local sub = string.sub
 local rules, request = cjson.decode(ARGV[2]), cjson.decode(ARGV[3])
 local now = tonumber(ARGV[1])
 if now == 0 then
@@ -339,16 +340,33 @@ local function bounds(steps)
   end
   return oldest, newest
 end
-local function oldest_granted(g)
-  local steps = {}
-  for _, sample in ipairs(samples(g)) do
-    if sample.st == 'leased' or sample.st == 'partial' then
-      steps[#steps + 1] = string.sub(sample.holder, 1, 8) .. string.sub(sample.part, 5)
-    elseif sample.st ~= 'closed' then
-      steps[#steps + 1] = steps_of(sample)
+local oldest_of = {}  -- steps -> the oldest of them: most samples share theirs with many others
+local function oldest_granted(g)  -- asked of every open group when a batch is numbered, so it unpacks without making records
+  local oldest, raw, position = nil, g.raw, g.rest
+  for i = 1, g.n do
+    local st, holder, part, info, _
+    if g.s then
+      local sample = g.s[i]
+      st, holder, part, info = sample.st, sample.holder, sample.part, sample.info
+    else
+      st, _, _, holder, part, info, _, _, position = unpacked(SAMPLE, raw, position)
+    end
+    local steps = ''
+    if st == 'leased' or st == 'partial' then
+      steps = sub(holder, 1, 8) .. sub(part, 5)
+    elseif st ~= 'closed' then
+      steps = sub(info, 25)
+    end
+    if steps ~= '' then
+      local own = oldest_of[steps]
+      if not own then
+        own = bounds(steps)
+        oldest_of[steps] = own
+      end
+      oldest = min(oldest or own, own)
     end
   end
-  return (bounds(table.concat(steps)))
+  return oldest
 end
 local all_versions
 local function versions()
