@@ -143,8 +143,9 @@ def test_a_collector_that_comes_back_gets_spans_again(monkeypatch):
         assert {s.attributes["draw"] for s in collector.spans} == {2}
 
 
-def test_the_collector_is_encrypted_off_loopback_or_when_an_authority_is_named(tmp_path):
+def test_the_collector_is_encrypted_off_loopback_or_when_an_authority_is_named(tmp_path, monkeypatch):
     """With `ca_file` TLS is spoken, and only to who has a certificate of that authority."""
+    monkeypatch.setattr(tracing, "EXPORT_S", 1.0)
     authority = tls_authority.create_authority()
     credentials, outcomes = served_as("localhost", authority), {}
     (tmp_path / "own").write_bytes(authority.pem)
