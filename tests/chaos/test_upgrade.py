@@ -79,7 +79,8 @@ class Fleet:
     """Stands in for a run: a process for each service, and a trainer's record that grows with every look."""
 
     def __init__(self, site: Site) -> None:
-        self.site, self.code, self.looks, self.told = site, None, 0, []
+        self.site, self.looks, self.told = site, 0, []
+        self.code: int | None = None
         self.processes = {service: self.live(service) for service in ORDERS["buffer-first"]}
         self.folder = self
 
