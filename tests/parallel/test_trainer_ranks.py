@@ -22,11 +22,14 @@ from tests.trainer_samples import CHARS
 pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(600)]
 
 
-def write(folder: Path, steps: int) -> Path:
-    """Two ranks, with the experts on both; a collective gives up after six seconds."""
+def write(folder: Path, steps: int, ranks: int = 2) -> Path:
+    """Ranks with the experts on all of them; a collective gives up after six seconds."""
+    exchange = "flat" if ranks > 1 else "auto"
     path = runs.write_run_file(folder, folder, {
         "run": {"steps": steps},
-        "trainer": {"parallel": {"ranks": 2, "experts": 2, "exchange": "flat", "collective_timeout_s": 6}}})
+        "trainer": {
+            "learning_rate": 1e-3, "checkpoint_every": 2,
+            "parallel": {"ranks": ranks, "experts": ranks, "exchange": exchange, "collective_timeout_s": 6}}})
     data: dict[str, Any] = json.loads(path.read_text())
     data["model"] = {"build": {"model_type": "qwen3_moe", "tokenizer_chars": CHARS, "config": FAMILIES["qwen3_moe"]}}
     path.write_text(json.dumps(data))
@@ -82,4 +85,37 @@ def test_a_run_goes_on_after_a_rank_is_lost(tmp_path: Path, how: str) -> None:
     version = runs.published(run)[24]
     loaded = AutoModelForCausalLM.from_pretrained(run.folder / "model", dtype=torch.float32).state_dict()
     assert all(torch.equal(value, loaded[name]) for name, value in version.items())
+    assert all(line["gap_fresh_max"] is None or line["gap_fresh_max"] < 1e-4 for line in runs.metrics(run))
+
+
+def logged(run: RunFile) -> dict[str, bytes]:
+    """The batch log: composition and bodies of every batch."""
+    return {path.name: path.read_bytes() for path in (run.folder / "objects" / "batches").iterdir()}
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    """Two ranks, then one process, then two again. Each goes on from the other's last checkpoint, with the weights that are in
+    it; batches that were numbered keep their composition, and no step is lost or repeated."""
+    before: dict[str, bytes] = {}
+    for ranks, until in ((2, 4), (1, 8), (2, 12)):
+        path = write(tmp_path, 12, ranks)
+        run = runs.load(path)
+        process = runs.start("run", str(path), "--plain")
+        try:
+            wait_until(lambda run=run, until=until: trained(run) >= until)
+            if until < 12:
+                process.send_signal(signal.SIGINT)
+            output = runs.finish(process, 300)
+        finally:
+            process.kill()
+        now = logged(run)
+        assert {name: now[name] for name in before} == before
+        before = now
+    assert "lost 0, repeated 0" in output.splitlines()[-1], output
+    assert [line["step"] for line in runs.metrics(run)] == list(range(1, 13))
+    assert {line["incarnation"] for line in runs.metrics(run)} == {1, 2, 3}
+    headers = sorted((run.folder / "objects" / "checkpoints").glob("*/manifest.json"))
+    assert {json.loads(header.read_text())["ranks"] for header in headers} == {2}  # the first, which is kept, and the last
+    loaded = AutoModelForCausalLM.from_pretrained(run.folder / "model", dtype=torch.float32).state_dict()
+    assert all(torch.equal(value, loaded[name]) for name, value in runs.published(run)[12].items())
     assert all(line["gap_fresh_max"] is None or line["gap_fresh_max"] < 1e-4 for line in runs.metrics(run))
