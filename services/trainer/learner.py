@@ -17,23 +17,13 @@ import numpy as np
 import torch
 
 from services.trainer import adapters, figures, mini_steps, nonfinite
-from services.trainer.algorithms.objective import LossInputs, Objective
-from services.trainer.balance import Balance
+from services.trainer.algorithms.objective import Objective
 from services.trainer.critic import Critic
-from services.trainer.expert_load import ExpertLoad
-from services.trainer.optimizer import NonFinite, set_learning_rate
-from services.trainer.packing import (
-    Fill,
-    Group,
-    Microbatch,
-    Row,
-    in_order_of,
-    longest_first,
-    trained_rows,
-)
+from services.trainer.optimizer import set_learning_rate
+from services.trainer.packing import Fill, Group, Microbatch, Row, in_order_of, trained_rows
+from services.trainer.policy_steps import PolicySteps
 from services.trainer.probes import Prober
 from services.trainer.ranks import Alone, Score
-from services.trainer.route_policy import RoutePolicy
 from services.trainer.snapshot import Snapshot, restore, take
 from services.trainer.teacher import Teacher
 from slipstream import config
@@ -65,10 +55,7 @@ class Learner:
         self.vocabulary = int(self.model.config.get_text_config().vocab_size)
         self.optimizer = self.ranks.optimizer(self.model, learning_rate or run.trainer.learning_rate)
         self.objective = Objective(run.algorithm, run.rollout.max_new_tokens)
-        self._policy = self.ranks.scorer(self.model)
-        self._routes = RoutePolicy(self.model, run, self.ranks)
-        self._load = ExpertLoad(self.model, self.ranks)
-        self._balance = Balance(self.model, run.algorithm, self._load, self.ranks)
+        self.policy = PolicySteps(self.model, self.optimizer, self.objective, run, self.ranks)
         self._reference: Score | None = None
         self._teacher = Teacher(run, self.tokenizer, self.ranks) if run.algorithm.teacher else None
         self.critic = Critic(run, self.ranks) if run.algorithm.advantage == "gae" else None
@@ -98,9 +85,9 @@ class Learner:
         trained_tokens, rows = sum(len(row.index) for row in rows), self.ranks.shared(rows)
         warming = self.critic is not None and step <= self.run.critic.warmup_steps
         if plan and not warming:
-            rows = self._before(rows)
+            rows = self.policy.before(rows)
         parts = [] if warming else [mini_steps.part(rows, weights) for weights in plan] if several else [rows]
-        applied, skips = self._mini_steps(parts, step)
+        applied, skips = self.policy.take(parts, step)
         if skips and not applied:
             return self._skipped(groups, step, nonfinite.together(skips, len(parts)), len(skips))
         self.skip = nonfinite.together(skips, len(parts)) if skips else None
@@ -109,86 +96,11 @@ class Learner:
         return {
             **figures.batch_metrics(groups, step, self.objective.compares),
             **figures.of_batch(applied, before, self.run.algorithm, several),
-            **self._routes.metrics(), **self._load.metrics(figures.load_of(applied)),
-            **(figures.mean_of([found.balance for found in applied]) or self._balance.metrics()), **learnt,
+            **self.policy.metrics(applied), **learnt,
             **(self._teacher.metrics() if self._teacher else {}), "trained_tokens": trained_tokens,
             "learning_rate": self.optimizer.param_groups[0]["lr"], "skipped": len(skips),
             **({"nonfinite_samples": self.skip.samples} if self.skip else {}),
         }
-
-    def _mini_steps(
-        self, parts: Sequence[Sequence[Row]], step: int,
-    ) -> tuple[list[figures.MiniStep], list[tuple[int, nonfinite.Skip]]]:
-        """One optimizer step on each of `parts`: what those showed that were applied, and which were not, from 1."""
-        self._routes.begin(step)
-        self._balance.begin([], self.forward)
-        self._load.begin()
-        applied, skips = [], []
-        for number, part in enumerate(parts, 1):
-            if not (batches := self.ranks.microbatches(part, self.run.trainer.tokens_per_microbatch)):
-                continue
-            what = f"batch {step}" if len(parts) == 1 else f"batch {step}, mini-step {number} of {len(parts)}"
-            try:
-                applied.append(self._mini_step(batches, what, number == 1))
-            except NonFinite:
-                skips.append((number, nonfinite.search(part, batches, self._loss, self.model, self.ranks)))
-        return applied, skips
-
-    def _mini_step(self, batches: Sequence[Microbatch], what: str, first: bool) -> figures.MiniStep:
-        """One optimizer step. Raises NonFinite, and InvalidInput, with nothing applied."""
-        seen = figures.MiniStep()
-        self._routes.expect(batches)
-        self._balance.begin(batches, self.forward)
-        self._load.begin()
-        try:
-            for batch in batches:
-                with self._load.counting(self.ranks.part(batch)), self._balance.watching():
-                    logprobs_M, entropy_M = self.forward(batch, bool(self.run.algorithm.entropy_coefficient))
-                self._routes.examine(batch, logprobs_M, lambda b=batch: self.forward(replace(b, routes=None))[0], first)
-                inputs = _loss_inputs(batch, logprobs_M, entropy_M)
-                share, routers = self.objective.loss(inputs), self._balance.part(self.ranks.part(batch))
-                with self._routes.recomputing(self.ranks.part(batch)):
-                    ((share + routers) * self.ranks.scale).backward()
-                seen.saw(batch, inputs, self.objective.anchor(inputs), share.item())
-        except InvalidInput:
-            self.optimizer.zero_grad(set_to_none=True)
-            raise
-        seen.of_all(self.ranks)
-        seen.load, seen.balance = self._load.tokens(), self._balance.metrics()
-        seen.loss += self._balance.loss(seen.balance)
-        seen.grad_norm = self.ranks.clipped_step(
-            self.optimizer, self.model, self.run.trainer.max_grad_norm, what, seen.loss)
-        return seen
-
-    def _before(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """Before the first of several mini-steps: refuse routes that a later one would stumble over, and ask the policy of now.
-
-        This rank's rows come back with its log-probabilities, when they are the anchor or prove routes, and with its routes,
-        when those are to be replayed.
-        """
-        self._routes.check(rows)
-        if self._routes.records or self.run.algorithm.anchor == "recomputed":
-            return self._asked(rows)
-        return rows
-
-    @torch.no_grad()
-    def _asked(self, rows: Sequence[Row]) -> list[Row]:
-        """The rows with the log-probabilities, and maybe the routes, of a pass over them."""
-        parts, routes = [], []
-        batches = self.ranks.microbatches(rows, self.run.trainer.tokens_per_microbatch)
-        if not self._routes.records:
-            self._routes.expect(batches)
-        for batch in batches:
-            if self._routes.records:
-                logprobs_M, found = self._routes.recorded(replace(batch, routes=None, routed=None), self._policy)
-                routes += found
-            else:
-                logprobs_M, _ = self.forward(batch)
-            parts.append(logprobs_M.cpu().numpy())
-        of_row = dict(zip(longest_first(rows), routes[: len(rows)], strict=True)) if routes else {}
-        return [
-            replace(row, proximal=proximal, routes=of_row.get(i, row.routes))
-            for i, (row, proximal) in enumerate(zip(rows, in_order_of(rows, parts), strict=True))]
 
     def _rows(self, groups: Sequence[Group], step: int, filled: Callable[[str], Fill], counted: bool) -> list[Row]:
         """The batch's rows with all that other models say of them. `filled(name)` is one of `_fills`; `counted`: also those
@@ -201,12 +113,6 @@ class Learner:
         if self.objective.kl_in_loss:
             rows = filled("reference")(rows)
         return filled("teacher")(rows) if self._teacher and not nonfinite.recorded(rows) else rows
-
-    def _loss(self, batch: Microbatch) -> torch.Tensor:
-        """A micro-batch's part of the step's loss, alone."""
-        with self._balance.watching():
-            found = self.forward(batch, bool(self.run.algorithm.entropy_coefficient))
-        return self.objective.loss(_loss_inputs(batch, *found)) + self._balance.part(self.ranks.part(batch))
 
     def _skipped(self, groups: Sequence[Group], step: int, skip: nonfinite.Skip, count: int = 1) -> Metrics:
         """Metrics of a batch of which nothing was applied, none of `count` optimizer steps: those of one without signal."""
@@ -233,8 +139,7 @@ class Learner:
     def forward(self, batch: Microbatch, entropy_gradient: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities of the targets (with gradient) and entropies: two [M]. Raises InvalidInput for unknown tokens."""
         self._known(batch.inputs, batch.targets)
-        with self._routes.replaying(self.ranks.part(batch)):
-            return self._policy(batch, entropy_gradient)
+        return self.policy.forward(batch, entropy_gradient)
 
     def _taught(self, rows: Sequence[Row]) -> list[Row]:
         """The rows with the teacher's part added to their advantages."""
@@ -259,7 +164,7 @@ class Learner:
         """
         algorithm = self.run.algorithm
         if self.adapter is not None and not algorithm.reference:
-            self._reference = adapters.without(self.adapter, self._policy)
+            self._reference = adapters.without(self.adapter, self.policy.score)
             return
         settings = config.Model(path=algorithm.reference, dtype=self.run.model.dtype) if algorithm.reference else self.run.model
         model, _ = self.ranks.built(settings)
@@ -333,14 +238,3 @@ class Learner:
                 self.adapter.save_pretrained(folder / "merged", merged=True)
                 self.tokenizer.save_pretrained(folder / "merged")
         self.tokenizer.save_pretrained(folder)
-
-
-def _loss_inputs(batch: Microbatch, logprobs_M: torch.Tensor, entropy_M: torch.Tensor) -> LossInputs:
-    def like(values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values).to(logprobs_M)
-
-    device = logprobs_M.device
-    return LossInputs(
-        logprobs_M, entropy_M, like(batch.behaviour), like(batch.advantages), like(batch.weights),
-        torch.from_numpy(batch.rows).to(device), torch.from_numpy(batch.lags).to(device),
-        None if batch.reference is None else like(batch.reference), None if batch.proximal is None else like(batch.proximal))

@@ -194,11 +194,13 @@ class RoutePolicy:
                 "was applied; repair the sampler, or set algorithm.route_replay = none", "ROUTES_MISALIGNED", field="routes")
 
     def _examine_own(self, batch: Microbatch, logprobs_M: torch.Tensor, many: bool) -> None:
-        gap = 0.0
+        own = 0.0
         if batch.proximal is not None and len(batch.proximal):
-            gap = float(np.abs(logprobs_M.detach().cpu().numpy() - batch.proximal).mean())
+            own = float(np.abs(logprobs_M.detach().cpu().numpy() - batch.proximal).mean())
+        found = self._ranks.heard((own, many))
+        gap = max(gap for gap, _ in found)
         self._gaps = (max(gap, self._gaps[0] if self._gaps else 0.0), None)
-        if self._ranks.anywhere(many or gap > OWN_GAP):
+        if gap > OWN_GAP or any(many for _, many in found):
             raise InvalidInput(
                 f"replayed routes of the trainer's own pass move its log-probabilities by {gap:.3g} nats and differ from the "
                 "live ones though the weights are the same: they are not those of these tokens or layers, which is a fault of "

@@ -92,7 +92,7 @@ def test_in_the_trainer_the_whole_batch_counts(family):
     plain, without = gradients(Learner(run(family)), batch)
     assert other["loss"] - without["loss"] == pytest.approx(0.1 * expected + 0.01 * z, rel=1e-4)
     assert other["expert_load_max"] == without["expert_load_max"]
-    assert all(int(c.sum()) == 2 * tokens for c in pieces._load.tokens()), "the pass that counts beforehand is not counted"
+    assert all(int(c.sum()) == 2 * tokens for c in pieces.policy.load.tokens()), "the pass before is not counted"
     for name, gradient in whole.items():
         torch.testing.assert_close(cut[name], gradient, rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
     router = next(name for name in whole if name.endswith("gate.weight"))
@@ -129,9 +129,9 @@ def test_padding_is_nobody():
         noise[i, length:] = 7
     found = []
     for each in (batch, dataclasses.replace(batch, inputs=noise)):
-        made._balance.begin([each], made.forward)
-        made._load.begin()
-        with made._load.counting(each), made._balance.watching():
+        made.policy.balance.begin([each], made.forward)
+        made.policy.load.begin()
+        with made.policy.load.counting(each), made.policy.balance.watching():
             made.forward(each)
-        found.append(torch.as_tensor(made._balance.part(each)).item())
+        found.append(torch.as_tensor(made.policy.balance.part(each)).item())
     assert found[0] == found[1] > 0

@@ -24,7 +24,7 @@ def test_load_is_counted_over_the_step_without_padding(family):
         for layer, logits in enumerate(out.router_logits):
             expected[layer] += torch.bincount(logits.topk(k, -1).indices.reshape(-1), minlength=experts)
     metrics = made.step(batch, 1)
-    assert torch.equal(torch.stack(made._load.tokens()).float(), expected)
+    assert torch.equal(torch.stack(made.policy.load.tokens()).float(), expected)
     loads = (expected.max(1).values / expected.mean(1)).tolist()
     assert metrics["expert_load_max"] == pytest.approx(max(loads))
     assert metrics["expert_load_mean"] == pytest.approx(sum(loads) / 2)

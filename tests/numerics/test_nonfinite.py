@@ -88,7 +88,7 @@ def test_a_recorded_log_probability_that_is_not_finite(value):
     segment = batch[1].members[2].sample.segments[0]
     segment.logprobs[-1] = value
     before = everything(made)
-    made.forward = None  # pyright: ignore
+    made.policy.forward = None  # pyright: ignore
     assert made.step(batch, 1)["skipped"] == 1
     assert made.skip == Skip([Culprit(1, 2, 0, "record")])
     assert all(torch.equal(a, b) for a, b in zip(before, everything(made), strict=True))
