@@ -138,7 +138,7 @@ def watched(programs: Path, folder: Path, model: Path) -> Iterator[tuple[prometh
     with Collector() as collector:
         run = LiveRun(folder, model, collector.address)
         try:
-            prometheus.until(lambda: run.files.keys() == SERVICES.keys() and run.steps() > 3, 120, "no three steps")
+            prometheus.until(lambda: run.files.keys() == SERVICES.keys() and run.steps() > 3, 240, "no three steps")
             fabric = {efa(): {"namespace": prometheus.NAMESPACE, "run": RUN, "pod": "trainer-0", "job": "efa"}}
             rules = Path("helm/monitoring/rules.yaml")
             with prometheus.scraping(programs, folder, {**run.targets(), **fabric}, rules=rules, past=yesterday()) as server:
@@ -146,10 +146,10 @@ def watched(programs: Path, folder: Path, model: Path) -> Iterator[tuple[prometh
                 run.signal("rollout-0", signal.SIGKILL)
                 run.intrude()
                 prometheus.until(
-                    lambda: run.files.get("rollout-0", {}).get("pid", before) != before, 120, "the worker did not come back")
+                    lambda: run.files.get("rollout-0", {}).get("pid", before) != before, 240, "the worker did not come back")
                 server.scrape({**run.targets(), **fabric})
                 steps = run.steps()
-                prometheus.until(lambda: run.steps() > steps + 5, 120, "the run does not go on")
+                prometheus.until(lambda: run.steps() > steps + 5, 240, "the run does not go on")
                 yield server, run
         finally:
             run.stop()

@@ -21,7 +21,7 @@ from tests.monitoring import live
 from tests.monitoring.prometheus import Prometheus, queries, scaled_object, until
 from tests.monitoring.test_rules import ALERTS, RULES
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 # Alerts whose expression finds nothing as long as all is well, whatever is compared.
 BY_DESIGN = {"SlipstreamBufferAbsent": "workers without a buffer: the buffer is there"}
 PATIENCE_S = 45.0
