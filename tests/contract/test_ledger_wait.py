@@ -6,7 +6,10 @@ oldest tokens first, and is not numbered while it would leave more behind than t
 
 from __future__ import annotations
 
-from tests.contract.ledger_bench import Bench, batch_draws, draws, finish, grant
+import pytest
+
+from services.buffer.ledger import Partial
+from tests.contract.ledger_bench import Bench, batch_draws, draws, finish, grant, submit
 
 
 async def test_no_more_is_left_behind_than_the_next_batches_hold(bench: Bench) -> None:
@@ -48,3 +51,33 @@ async def test_oldest_tokens_go_first(bench: Bench) -> None:
     await finish(ledger, [two])
     for batch, draw in ((2, 2), (3, 0)):
         assert (await ledger.number_batch(1, batch)).numbered and await batch_draws(ledger, batch) == [draw]
+
+
+@pytest.mark.parametrize(("story", "waits"), [
+    ("begun again", False), ("one begun again", True), ("begun again from a partial", True), ("one closed", False)])
+async def test_the_oldest_token_of_an_open_group_decides(bench: Bench, story: str, waits: bool) -> None:
+    """Draw 0 has two samples since step 0. Batch 2 waits for it while one of them is still of step 0, or goes on from tokens of
+    step 0; a sample that was closed counts no more."""
+    ledger = await bench.start(groups_per_batch=1, group_size=2, max_lag=1, max_attempts=2)
+    zero, other, *one = await grant(ledger)
+    await finish(ledger, one)
+    assert (await ledger.number_batch(1, 1)).numbered
+    await bench.publish(ledger, 1)
+    await finish(ledger, (await ledger.grant_samples("w", 2, loaded=2)).grants, step=1)
+    if story == "one closed":
+        await ledger.submit_samples([submit(zero)])
+        for granted in (1, 1, 0):
+            assert len(await ledger.grant_scoring("r", 1)) == granted
+            bench.now += 1500
+        assert (await ledger.balance()).samples["closed"] == 1
+    elif story == "begun again from a partial":
+        await ledger.submit_partials([Partial(zero.lease, b"half", [(0, 1)], release=True)])
+    elif story == "begun again":
+        await ledger.release_samples([zero.lease])
+    await ledger.release_samples([other.lease])
+    again = (await ledger.grant_samples("w", 1 if story == "one begun again" else 2, loaded=2)).grants
+    assert {g.lease.draw for g in again[:1]} == {0} and again[0].lease.attempt == 2
+    numbering = await ledger.number_batch(1, 2)
+    assert numbering.numbered is not waits
+    if numbering.waiting:
+        assert (numbering.waiting.why, numbering.waiting.facts["draw"]) == ("oldest", 0)
