@@ -47,11 +47,11 @@ EXACT = (torch.float32, torch.float64)
 class Adapter:
     """The adapter inside `model`, which keeps its class. Reads like the part of a module that is trained.
 
-    `base`: the tensors of the model before the adapter, sharing its memory.
+    `base`: the tensors of the model before the adapter; by default those of `model`, sharing its memory.
     """
 
-    def __init__(self, model: Any, settings: LoraConfig, seed: int) -> None:
-        self.base = views(model)
+    def __init__(self, model: Any, settings: LoraConfig, seed: int, base: Sequence[RawTensor] | None = None) -> None:
+        self.base = views(model) if base is None else base
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             torch.manual_seed(stream(seed, "lora"))
@@ -127,15 +127,20 @@ class Merged:
             layer.merged_adapters = [NAME]
 
 
-def attach(model: Any, settings: Lora, seed: int) -> Adapter:
+def attach(model: Any, settings: Lora, seed: int, base: Sequence[RawTensor] | None = None) -> Adapter:
     """An untrained adapter, which changes nothing yet: A is random from `seed`, B is 0. Only it is trainable from here on.
 
-    Raises ConfigError for a target that is not in the model.
+    `base`: see Adapter. Raises ConfigError for a target that is not in the model.
     """
     modules, parameters = _targets(model, settings.targets)
     return Adapter(model, LoraConfig(
         r=settings.rank, lora_alpha=settings.alpha, lora_dropout=0.0, bias="none", task_type="CAUSAL_LM",  # pyright: ignore
-        target_modules=modules, target_parameters=parameters or None), seed)
+        target_modules=modules, target_parameters=parameters or None), seed, base)
+
+
+def fused_targets(model: Any, settings: Lora) -> list[str]:
+    """Full names of the fused expert parameters that an adapter would be attached to."""
+    return _targets(model, settings.targets)[1]
 
 
 def attach_sent(model: Any, files: Mapping[str, bytes]) -> Adapter:

@@ -8,7 +8,7 @@ Axes: M trained tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 from services.trainer.snapshot import Snapshot
 from slipstream import config
 from slipstream.errors import ConfigError, InvalidInput
+from slipstream.manifest import RawTensor
 
 if TYPE_CHECKING:
     from services.trainer.packing import Microbatch
@@ -27,15 +28,15 @@ BASE = "base.sha256"
 Score = Callable[["Microbatch"], tuple[torch.Tensor, torch.Tensor]]
 
 
-def attached(model: Any, run: config.RunFile) -> Adapter | None:
-    """The adapter of `model.lora`, now in the model; None without that table. Raises ConfigError."""
+def attached(model: Any, run: config.RunFile, base: Sequence[RawTensor] | None = None) -> Adapter | None:
+    """The adapter of `model.lora`, now in the model; None without that table. `base`: see Adapter. Raises ConfigError."""
     if run.model.lora is None:
         return None
     try:
         from slipstream.adapters import attach
     except ModuleNotFoundError as error:
         raise ConfigError(f"model.lora needs the package {error.name}: pip install 'slipstream[lora]'") from None
-    return attach(model, run.model.lora, run.run.seed)
+    return attach(model, run.model.lora, run.run.seed, base)
 
 
 class Trained:

@@ -48,9 +48,9 @@ class Learner:
         if threads:
             torch.set_num_threads(threads)
         self.run, self.ranks = run, ranks or Alone(run)
-        self.adapter: Any = None
         self._prober: Prober | None = None
         self.model, self.tokenizer = self.ranks.built(run.model, self._prepare)
+        self.adapter: Any = self._attached()
         self._trained: Any = adapters.Trained(self.adapter) if self.adapter else self.model
         self.vocabulary = int(self.model.config.get_text_config().vocab_size)
         self.optimizer = self.ranks.optimizer(self.model, learning_rate or run.trainer.learning_rate)
@@ -64,8 +64,11 @@ class Learner:
 
     def _prepare(self, built: Any, tokenizer: Any) -> Any:
         """See Alone.built."""
-        self.adapter = adapters.attached(built, self.run)
         return built
+
+    def _attached(self) -> Any:
+        """The adapter of the run, now in the model; None without one."""
+        return adapters.attached(self.model, self.run)
 
     def step(self, groups: Sequence[Group], step: int) -> Metrics:
         """Batch `step`: its optimizer step, or all of its mini-steps. A batch in which no group has a signal changes nothing,

@@ -36,6 +36,9 @@ CASES: dict[str, dict[str, Any]] = {
     "everything": dict(ROUTED, algorithm={
         "kl": "k3", "kl_in": "loss", "kl_coefficient": 0.3, "entropy_coefficient": 0.05, "balance_coefficient": 0.3,
         "router_z_coefficient": 0.1, "teacher": "FOLDER", "advantage": "grpo"}),
+    "adapter": dict(
+        model={"lora": {"rank": 4, "targets": ["attention"]}}, algorithm={"kl": "k3", "kl_in": "loss", "kl_coefficient": 0.3}),
+    "adapted_experts": dict(model={"lora": {"rank": 4}}),
     "critic": dict(
         algorithm={"preset": "ppo", "kl": "k1", "kl_in": "reward", "kl_coefficient": 0.3},
         critic={"learning_rate": 1e-3, "updates": 2}),
@@ -54,7 +57,8 @@ def run(case: str, parallel: dict[str, Any], folder: str = "", tokens: int = 48,
     shape = FAMILIES["qwen3_moe"] | {"num_key_value_heads": 2} | model
     build = {"model_type": "qwen3_moe", "tokenizer_chars": CHARS, "config": shape}
     trainer = dict(learning_rate=1e-3, tokens_per_microbatch=tokens, max_grad_norm=0.05, parallel=parallel)
-    found = run_file(model={"build": build, "experts": "batched_mm"}, trainer=trainer, **sections)
+    model_section = {"build": build, "experts": "batched_mm", **sections.pop("model", {})}
+    found = run_file(model=model_section, trainer=trainer, **sections)
     return found.model_copy(update={"model": found.model.model_copy(update={"dtype": "float64"})})
 
 
@@ -89,16 +93,32 @@ def trained(learner: Any, case: str, steps: int = 2) -> dict[str, Any]:
             head = learner.critic.model.head.weight
             head.copy_(mesh.laid_out(torch.linspace(-1, 1, head.shape[1], dtype=head.dtype)[None], head))
         parts.append(("critic.", learner.critic.model, learner.critic.optimizer))
+    if learner.adapter:
+        for name, tensor in learner.adapter.named_parameters():  # B is 0 at first, and A without a gradient
+            if "lora_B" in name:
+                torch.nn.init.normal_(tensor, std=0.3, generator=torch.Generator().manual_seed(len(name)))
     for prefix, model, optimizer in parts:
         optimizer.register_step_pre_hook(lambda *_, prefix=prefix, model=model: look(prefix, model, gradients))
     with exact():
-        if learner.objective.kl_in_loss:  # another model than the policy, from rank 0
+        if learner.objective.kl_in_loss and not learner.adapter:  # another model than the policy, from rank 0
             other = learner.run.model_copy(update={"run": learner.run.run.model_copy(update={"seed": 7})})
             learner.start_reference(Learner(other).weights() if learner.ranks.share == 0 else None)
-        elif learner.objective.kl_in_reward:
+        elif learner.run.algorithm.kl != "none":
             learner.start_reference()
         metrics = [learner.step(batch(case, number), number) for number in range(1, steps + 1)]
-    return {"gradients": gradients, "metrics": metrics, "weights": {t.name: bytes(t.data) for t in learner.weights()}}
+    return {"gradients": gradients, "metrics": metrics, "weights": {t.name: bytes(t.data) for t in learner.weights()},
+            "base": {t.name: bytes(t.data) for t in learner.base()}}
+
+
+def again(learner: ShardedLearner, case: str) -> bool:
+    """Whether a snapshot put back gives the same weights after one more step as going on does; rank 0 sees it."""
+    found, snapshot = [], learner.snapshot()
+    for _ in range(2):
+        with exact():
+            learner.step(batch(case, 9), 3)
+        found.append([bytes(t.data) for t in learner.weights()])
+        learner.load(snapshot)
+    return found[0] == found[1]
 
 
 def look(prefix: str, model: torch.nn.Module, gradients: dict[str, np.ndarray]) -> None:
@@ -116,7 +136,7 @@ def world(jobs: Sequence[tuple[str, dict[str, Any]]], folder: str) -> list[Any]:
             found.append(globals()[case](parallel))
             continue
         learner = ShardedLearner(run(case, parallel, folder))
-        found.append(trained(learner, case))
+        found.append(trained(learner, case) | {"again": again(learner, case)})
         learner.close()
     return found
 

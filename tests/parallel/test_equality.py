@@ -21,14 +21,16 @@ ALL = dict(ranks=4, experts=4, exchange="hierarchical", ranks_per_node=2)
 HALF = dict(ranks=4, experts=2, exchange="flat")
 SPLIT = dict(ranks=4, experts=2, tensor=2, exchange="flat")
 JOBS: dict[str, list[tuple[str, dict[str, Any]]]] = {
-    "two": [("everything", TWO), ("critic", TWO), ("misled", TWO), ("culprits", TWO)],
+    "two": [("everything", TWO), ("critic", TWO), ("adapter", TWO), ("misled", TWO), ("culprits", TWO)],
     "each": [
-        *((case, TWO) for case in CASES), ("everything", TWO | {"recompute": True}), ("everything", TWO | {"exchange": "copy"}),
-        ("everything", TWO | {"exchange": "all_gather"}), ("everything", TWO | {"experts": 1}),
-        ("everything", TWO | {"context": 2}), ("critic", TWO | {"context": 2}),
+        *((case, TWO) for case in CASES if case != "adapted_experts"),
+        *(("everything", TWO | other) for other in (
+            {"recompute": True}, {"context": 2}, {"exchange": "copy"}, {"exchange": "all_gather"}, {"experts": 1})),
+        ("critic", TWO | {"context": 2}), *(("adapter", TWO | other) for other in ({"recompute": True}, {"context": 2})),
+        ("adapted_experts", TWO | {"experts": 1}),
     ],
     "four": [
-        *(("everything", mesh) for mesh in (ALL, HALF, SPLIT)), *(("critic", mesh) for mesh in (ALL, SPLIT)),
+        *(("everything", mesh) for mesh in (ALL, HALF, SPLIT)), *(("critic", mesh) for mesh in (ALL, SPLIT)), ("adapter", HALF),
         ("misled", HALF), ("culprits", SPLIT)],
 }
 NIGHTLY = [pytest.mark.slow, pytest.mark.nightly]
@@ -55,10 +57,19 @@ def single(case: str, folder: str, tokens: int = 48) -> dict[str, Any]:
     return equality_cases.trained(Learner(equality_cases.run(case, {}, folder, tokens)), case)
 
 
-@cache
-def many(size: str, folder: str) -> list[list[Any]]:
-    """What each rank found, job by job."""
-    return ranks.run(JOBS[size][0][1]["ranks"], equality_cases.world, JOBS[size], folder, timeout_s=200)
+@pytest.fixture(scope="module")
+def two(folder: str) -> list[list[Any]]:
+    """What each of two ranks found, job by job, in one world."""
+    return ranks.run(2, equality_cases.world, JOBS["two"], folder, timeout_s=200)
+
+
+@pytest.fixture
+def many(request: pytest.FixtureRequest, size: str, number: int, folder: str) -> list[Any]:
+    """What each rank found in a job."""
+    if size == "two":
+        return [found[number] for found in request.getfixturevalue("two")]
+    job = JOBS[size][number]
+    return [found for [found] in ranks.run(job[1]["ranks"], equality_cases.world, [job], folder, timeout_s=200)]
 
 
 def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -74,12 +85,13 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("size", "number"), of(*CASES))
-def test_a_step_on_ranks_is_that_of_one_process(size: str, number: int, folder: str) -> None:
+def test_a_step_on_ranks_is_that_of_one_process(size: str, number: int, folder: str, many: list[Any]) -> None:
     """Policy and critic, before the first update and in the figures of the second step, on whatever mesh."""
-    case = JOBS[size][number][0]
-    expected, found = single(case, folder), many(size, folder)[0][number]
+    expected, found = single(JOBS[size][number][0], folder), many[0]
     same(found, expected)
     assert found["weights"].keys() == expected["weights"].keys()
+    assert found["base"] == expected["base"]
+    assert all(rank["again"] for rank in many), "a snapshot put back does not go on the same"
 
 
 @pytest.mark.parametrize("case", ["everything", "critic"])
@@ -90,19 +102,18 @@ def test_micro_batches_are_one_batch(case: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize(("size", "number"), of("misled"))
-def test_routes_that_mislead_are_refused_on_every_rank(size: str, number: int, folder: str) -> None:
+def test_routes_that_mislead_are_refused_on_every_rank(size: str, number: int, many: list[Any]) -> None:
     """One row on one rank names an expert that is not there, or one twice; or all rows have routes of other tokens. Every rank
     says the same and none has applied anything."""
-    for found in (rank[number] for rank in many(size, folder)):
+    for found in many:
         assert found == {"told": ["ROUTES_EXPERT", "ROUTES_EXPERT", "ROUTES_MISALIGNED"], "same": True}
 
 
 @pytest.mark.parametrize(("size", "number"), of("culprits"))
-def test_who_is_behind_a_step_that_is_not_finite(size: str, number: int, folder: str) -> None:
+def test_who_is_behind_a_step_that_is_not_finite(size: str, number: int, many: list[Any]) -> None:
     """A gradient is everybody's: a micro-batch is tried again while other ranks idle, then its rows. The same name everywhere,
     nothing applied, and the next step is a good one."""
-    for rank in many(size, folder):
-        of_loss, of_gradient, then = rank[number]
+    for of_loss, of_gradient, then in many:
         for (skip, skipped, samples, unchanged), what in ((of_loss, "loss"), (of_gradient, "gradient")):
             assert list(skip.culprits) == [Culprit(2, 3, 0, what)] and skipped == 1 and samples == 1 and unchanged
         assert then == 0

@@ -91,7 +91,7 @@ def test_rows_are_shared_by_what_they_cost() -> None:
 
 
 @pytest.mark.parametrize(("sections", "told"), [
-    (dict(model={"lora": {}}), "model.lora"),
+    (dict(model={"lora": {"save_merged": True}}), "model.lora.save_merged"),
     (dict(schedule={"mode": "pinned"}), "schedule.deterministic"),
 ])
 def test_what_does_not_run_on_many_ranks_is_refused_by_name(sections, told: str) -> None:

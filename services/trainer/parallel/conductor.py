@@ -50,7 +50,7 @@ class Lead:
         with _dumped():
             self._own = ShardedLearner(run)
         self._limit_s, self._every_s = run.trainer.parallel.step_timeout_s, run.trainer.parallel.collective_timeout_s / 4
-        self.run, self.tokenizer, self.adapter = run, self._own.tokenizer, None
+        self.run, self.tokenizer, self.adapter = run, self._own.tokenizer, self._own.adapter
         self.model = _Model(self)
         self._turn, self._closed, self._last = threading.Lock(), threading.Event(), time.monotonic()
         threading.Thread(target=self._beat, name="signs of life", daemon=True).start()
@@ -79,7 +79,7 @@ class Lead:
         return self._all("probes")
 
     def base(self) -> Sequence[RawTensor]:
-        return ()
+        return self._own.base()
 
     def snapshot(self) -> Snapshot:
         return self._all("snapshot")

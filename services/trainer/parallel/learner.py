@@ -18,6 +18,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
+from services.trainer import adapters
 from services.trainer.learner import Learner
 from services.trainer.optimizer import set_learning_rate
 from services.trainer.parallel import mesh
@@ -27,7 +28,7 @@ from services.trainer.probes import Prober
 from services.trainer.snapshot import Allocate, Learning, Snapshot, restore, take
 from slipstream import config
 from slipstream.errors import ConfigError, InvalidInput
-from slipstream.manifest import RawTensor
+from slipstream.manifest import RawTensor, weights_digest
 from slipstream.model import cooked, experts_of, files, raw
 from slipstream.probes import Probes
 
@@ -50,6 +51,24 @@ class ShardedLearner(Learner):
         self._tied = set(built.state_dict()) - _first_names(built)
         self._experts = sum(int(m.num_experts) for m in experts_of(built))
         return super()._prepare(built, tokenizer)
+
+    def _attached(self) -> Any:
+        """Attached to the spread model: every rank holds A and B whole, made of one seed. Their gradients are added up in
+        World.clipped_step. The base is gathered once, on rank 0, for publication.
+        """
+        if (lora := self.run.model.lora) is None:
+            return None
+        from slipstream.adapters import fused_targets  # needs an extra package
+
+        if self.run.trainer.parallel.experts > 1 and (fused := fused_targets(self.model, lora)):
+            raise ConfigError(
+                f"model.lora.targets = {list(lora.targets)} adapts {fused[0]}, and trainer.parallel.experts = "
+                f"{self.run.trainer.parallel.experts} spreads it over ranks, where PEFT cannot add to it; adapt attention, "
+                "or set experts = 1")
+        base = [raw(name, tensor) for name, tensor in self._gathered(self._own_weights()).items()]
+        adapter = adapters.attached(self.model, self.run, base)
+        vars(adapter)["digest"] = self.world.told(weights_digest(base))
+        return adapter
 
     def probe(self) -> None:
         """A forward pass on every rank: what cannot run is told at the start."""
@@ -75,6 +94,8 @@ class ShardedLearner(Learner):
 
     def weights(self) -> list[RawTensor]:
         """A snapshot of the weights, on rank 0; elsewhere nothing."""
+        if self.adapter:
+            return self.adapter.tensors() if self.rank == 0 else []
         return [raw(name, tensor) for name, tensor in self._gathered(self._own_weights()).items()]
 
     def probes(self) -> Probes:
@@ -83,21 +104,19 @@ class ShardedLearner(Learner):
             self._prober = Prober(self.model, self.vocabulary, self.run.run.seed, self._experts, self.world.told)
         return self._prober.score()
 
-    def base(self) -> Sequence[RawTensor]:
-        """There is no adapter."""
-        return ()
-
     def snapshot(self) -> Snapshot:
         """A copy of this rank's shards, on the host."""
-        return take(self.model, self.optimizer, self.rank, self._learning)
+        return take(self._trained, self.optimizer, self.rank, self._learning)
 
     def allocate(self) -> Allocate:
         """Where this rank's shards of a checkpoint go; `load` puts what was read there in force."""
-        return in_place({"weights": self.model} | ({"critic": self.critic.model} if self.critic else {}), self.rank)
+        return in_place({"weights": self._trained} | ({"critic": self.critic.model} if self.critic else {}), self.rank)
 
     def load(self, snapshot: Snapshot) -> None:
         """As `Learner.load`, of this rank's shards; their moments are the optimizer's own from then on."""
-        restore(self.model, self.optimizer, snapshot, self.rank, self._learning, copy=False)
+        if self.adapter:
+            adapters.check_base(self.adapter, snapshot)
+        restore(self._trained, self.optimizer, snapshot, self.rank, self._learning, copy=False)
         set_learning_rate(self.optimizer, self.run.trainer.learning_rate)
         if self.critic:
             self.critic.restart()
@@ -115,11 +134,14 @@ class ShardedLearner(Learner):
 
     def files(self) -> dict[str, bytes]:
         """Configuration and tokenizer, for a policy version."""
-        return self._files
+        return self._files | (self.adapter.files() if self.adapter else {})
 
     def save_pretrained(self, folder: Path) -> None:
-        """Gathered and written by rank 0 as an ordinary Hugging Face directory."""
-        self.model.save_pretrained(folder, is_main_process=self.rank == 0)
+        """Gathered and written by rank 0 as an ordinary Hugging Face directory; of an adapter a PEFT directory."""
+        if self.adapter is None:
+            self.model.save_pretrained(folder, is_main_process=self.rank == 0)
+        elif self.rank == 0:
+            self.adapter.save_pretrained(folder)
         if self.rank == 0:
             self.tokenizer.save_pretrained(folder)
 
@@ -135,7 +157,7 @@ class ShardedLearner(Learner):
         found = {}
         for name, tensor in tensors.items():
             full = mesh.whole(tensor.detach())
-            if self.rank == 0:
+            if self.world.rank == 0:
                 found[name] = full.to("cpu", copy=True)
         return found
 
@@ -143,7 +165,8 @@ class ShardedLearner(Learner):
 def refuse(run: config.RunFile) -> None:
     """Raises ConfigError for settings that do not run on many ranks: by name, before anything is started."""
     refused = [
-        (run.model.lora is not None, "model.lora"),
+        (run.model.lora is not None and run.trainer.parallel.tensor > 1, "model.lora beside trainer.parallel.tensor above 1"),
+        (run.model.lora is not None and run.model.lora.save_merged, "model.lora.save_merged"),
         (run.algorithm.route_replay == "trainer" and run.trainer.parallel.context > 1,
          "algorithm.route_replay = trainer beside trainer.parallel.context above 1"),
         (run.deterministic, "schedule.deterministic"),

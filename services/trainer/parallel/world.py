@@ -17,6 +17,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from services.trainer.batches import read_routes
 from services.trainer.packing import Fill, Microbatch, Row, microbatches
@@ -84,7 +85,18 @@ class World(Alone):
     def clipped_step(
         self, optimizer: torch.optim.Optimizer, model: nn.Module, max_norm: float, what: str, loss: float = 0.0,
     ) -> float:
+        self._add_up(model)
         return mesh.clipped_step(optimizer, model, max_norm, what, loss)
+
+    def _add_up(self, model: nn.Module) -> None:
+        """What FSDP does with gradients, for parameters that every rank has whole: those of an adapter."""
+        if self.scale == 1:
+            return
+        for parameter in model.parameters():
+            if parameter.requires_grad and not isinstance(parameter, DTensor):
+                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                dist.all_reduce(grad)
+                parameter.grad = grad.div_(self.scale)
 
     def led(self, work: Callable[[Callable[[str], Fill]], list[Row]], fills: Mapping[str, Fill]) -> list[Row]:
         if self.rank:
