@@ -62,7 +62,7 @@ class Live:
 
     def say(self, *words: str) -> str:
         """Output of a command on the run."""
-        return runs.finish(runs.start(*words), 60)
+        return runs.finish(runs.start(*words), 240)
 
     def status(self) -> dict[str, dict[str, Any]]:
         """The services of `slipstream status --json` by instance."""
@@ -84,7 +84,7 @@ class Live:
 
 @pytest.mark.slow
 @pytest.mark.nightly
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 def test_what_on_call_does_to_a_run(tmp_path: Path, model_dir: Any) -> None:
     """Look, resize, upgrade each service, pause, change settings, restore without Redis: in one run, which loses nothing."""
     live = Live(runs.write_run_file(tmp_path, model_dir(), {
@@ -112,7 +112,7 @@ def play(live: Live) -> None:
     wait_until(lambda: live.handed_in("rollout-9") > 0, 240)
     assert live.status()["rollout-9"]["state"] == "serving"
     more.terminate()
-    assert more.wait(60) == 0
+    assert more.wait(240) == 0
     # upgrade: each service is asked to stop, and started again with the code that is there
     for instance in ("buffer", "reward-0", "rollout-0", "trainer-0"):
         before = live.status()[instance]["pid"]
@@ -121,8 +121,8 @@ def play(live: Live) -> None:
         live.get_on()
     # pause, and go on
     process.send_signal(signal.SIGINT)
-    assert "was asked to stop; starting it again" in (output := runs.finish(process)) and "stopped at step" in output
-    assert "lost 0, repeated 0" in output.splitlines()[-1] and watching.wait(60) == 0
+    assert "was asked to stop; starting it again" in (output := runs.finish(process, 240)) and "stopped at step" in output
+    assert "lost 0, repeated 0" in output.splitlines()[-1] and watching.wait(240) == 0
     settings_change(live)
     restore(live)
 
@@ -130,19 +130,19 @@ def play(live: Live) -> None:
 def settings_change(live: Live) -> None:
     """Steps and ranks may change; what decides the weights is a fork, and the sentence says so."""
     steps = live.steps()
-    refused, _ = (process := live.start("--set", "trainer.learning_rate=0.5")).communicate(timeout=60)
+    refused, _ = (process := live.start("--set", "trainer.learning_rate=0.5")).communicate(timeout=240)
     assert process.returncode == 2 and "trainer.learning_rate was 0.001 and is 0.5" in refused and live.steps() == steps
     live.path.write_text(json.dumps(json.loads(live.path.read_text()) | {
         "trainer": {"learning_rate": 1e-3, "checkpoint_every": 2, "parallel": {"ranks": 2}}}))
     process = live.start()
     live.get_on()
     process.send_signal(signal.SIGINT)
-    assert "lost 0, repeated 0" in runs.finish(process).splitlines()[-1]
+    assert "lost 0, repeated 0" in runs.finish(process, 240).splitlines()[-1]
 
 
 def restore(live: Live) -> None:
     """Redis is gone with all that was in flight: the ledger is rebuilt from the batch log, and the run finishes."""
     shutil.rmtree(live.folder / "redis")
     steps = max(row["batch"] for row in rows(live.folder / "audit" / "trainer.jsonl")) + 4
-    assert "repeated 0" in runs.finish(live.start("--set", f"run.steps={steps}")).splitlines()[-1]
+    assert "repeated 0" in runs.finish(live.start("--set", f"run.steps={steps}"), 240).splitlines()[-1]
     assert "adds up" in (account := live.say("ledger", str(live.folder))) and "ledger lost" in account
