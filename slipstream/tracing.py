@@ -220,7 +220,11 @@ def outbox(run: RunFile, count: Count) -> Any:
             if time.monotonic() > self.deadline:
                 count("dropped", len(spans))
                 return SpanExportResult.FAILURE
-            result = self._inner.export(spans)
+            try:
+                result = self._inner.export(spans)
+            except Exception as error:  # a fault of ours; the processor would keep it to itself
+                log.exception("spans could not be sent", error=error)
+                result = SpanExportResult.FAILURE
             failed = result is not SpanExportResult.SUCCESS
             count("refused" if failed else "exported", len(spans))
             if failed != self._failing:
