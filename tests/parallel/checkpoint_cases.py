@@ -23,8 +23,6 @@ from slipstream.objects import FileStore
 from tests.parallel import learner_cases
 from tests.trainer_samples import groups
 
-TWO = dict(ranks=2, experts=2, exchange="flat")
-
 
 def run(folder: Path, parallel: dict[str, Any]) -> RunFile:
     made = learner_cases.run("qwen3_moe", parallel)
@@ -121,7 +119,7 @@ class Faulty(FileStore):
 
 def world(folder: str, scenario: str, fault: str = "") -> dict[str, Any]:
     """A scenario on every rank; what it returns is rank 0's."""
-    made = run(Path(folder), TWO)
+    made = run(Path(folder), dict(ranks=dist.get_world_size(), experts=2, exchange="flat"))
     if dist.get_rank():
         if fault:
             Faulty.how = fault

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer.parallel.envelope import GIB, MODELS, Mesh, main, memory, table, verdict
+from services.trainer.parallel.envelope import GIB, MODELS, Mesh, host, main, memory, table, verdict
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "envelope.md"
 
@@ -50,10 +50,19 @@ def test_ranks_that_share_a_sequence_divide_what_grows_with_it() -> None:
     ("qwen3-30b-a3b", Mesh(48, 16, 4096, context=24), "context = 24 does not divide"),
     ("deepseek-v3", Mesh(64, 64, 4096), "most of it state (156 GiB); more ranks"),
     ("qwen3-30b-a3b", Mesh(8, 8, 4096, gpu_gib=80, recompute=False), "GiB of 80"),
+    ("kimi-k2", Mesh(256, 128, 4096), "rank 0 gathers each version on its host: 2361 GiB of 2048"),
 ])
 def test_what_is_refused_says_why(name: str, mesh: Mesh, told: str) -> None:
     word, why = verdict(MODELS[name], mesh)
     assert word == "refused" and told in why
+
+
+def test_a_host_holds_what_is_published_and_twice_where_versions_are_patches() -> None:
+    """DeepSeek-V3 on 16 nodes: 14 bytes a parameter over the ranks, for 8 of them, and 2 for the version; or 4."""
+    model, mesh = MODELS["deepseek-v3"], Mesh(128, 128, 4096)
+    assert host(model, mesh, 1) == pytest.approx(671e9 * (14 / 16 + 2) / GIB)
+    assert host(model, mesh) == pytest.approx(671e9 * (14 / 16 + 4) / GIB)
+    assert verdict(model, mesh)[1].endswith("with trainer.full_every = 1")
 
 
 def test_the_command_tells_one_case(capsys: pytest.CaptureFixture[str]) -> None:

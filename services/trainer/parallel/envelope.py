@@ -16,6 +16,11 @@ share a sequence (trainer.parallel.context), each with t = T / C tokens.
     logits       (2 + 4 + 4) · t · V                                               logits, their softmax and its gradient
     exchange     DeepEP's buffer (deep_ep_checks.buffer_bytes), or the rows of one layer three times
 
+Memory of the host with rank 0, in GiB of 2,048:
+
+    host         14 · P · (ranks of the node) / R + 2 · P · copies        shards of a checkpoint that is being written, and the
+                 version that is being published; two of them where versions are patches (trainer.full_every > 1)
+
 Q is heads · head size, I the width of an expert. `reserve` is kept for the allocator, NCCL and the CUDA context. Proven is what
 a test trains (tiny models on gloo ranks): no model of this table is. Plausible fits by these formulas and no constraint forbids
 it.
@@ -31,6 +36,7 @@ from services.trainer.parallel.deep_ep_checks import Demand, buffer_bytes, probl
 
 GIB = 2**30
 RESERVE_GIB = 10.0
+HOST_GIB = 2048  # of an instance with eight such GPUs
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +140,11 @@ def memory(model: Model, mesh: Mesh) -> Memory:
         (buffer_bytes(demand(model, mesh)) if mesh.exchange == "deep_ep" else rows) / GIB)
 
 
+def host(model: Model, mesh: Mesh, copies: int = 2) -> float:
+    """GiB of the host with rank 0. `copies`: 1 with trainer.full_every = 1."""
+    return (14 * model.total * min(mesh.ranks_per_node, mesh.ranks) / mesh.ranks + 2 * model.total * copies) / GIB
+
+
 def verdict(model: Model, mesh: Mesh) -> tuple[str, str]:
     """(plausible or refused, why)."""
     if mesh.ranks % mesh.experts or model.experts % mesh.experts:
@@ -145,7 +156,11 @@ def verdict(model: Model, mesh: Mesh) -> tuple[str, str]:
     taken = memory(model, mesh)
     if taken.total > mesh.gpu_gib:
         return "refused", f"{taken.total:.0f} GiB of {mesh.gpu_gib}, {_largest(taken)}"
-    return "plausible", f"{taken.total:.0f} GiB of {mesh.gpu_gib}"
+    if (least := host(model, mesh, 1)) > HOST_GIB:
+        return "refused", (
+            f"rank 0 gathers each version on its host: {least:.0f} GiB of {HOST_GIB} there, with trainer.full_every = 1")
+    patched = "" if host(model, mesh) <= HOST_GIB else ", with trainer.full_every = 1"
+    return "plausible", f"{taken.total:.0f} GiB of {mesh.gpu_gib}{patched}"
 
 
 def fewest_ranks(model: Model, length: int, gpu_gib: int, most: int = 1024) -> Mesh | None:
@@ -190,7 +205,7 @@ def table(gpu_gib: int = 141) -> str:
             m, (word, why) = memory(model, mesh), verdict(model, mesh)
             figures = " | ".join(f"{v:.1f}" for v in (*(getattr(m, name) for name in PARTS), m.total))
             lines.append(f"| {model.name} | {length} | {mesh.ranks} · {mesh.experts} · {mesh.context} | {figures} | "
-                         + (word if word == "plausible" else f"{word}: {why}") + " |")
+                         + (f"{word}: {why}" if word != "plausible" else word + ",".join(["", *why.split(",")[1:]])) + " |")
     return "\n".join(lines)
 
 
@@ -216,6 +231,7 @@ def main(arguments: list[str]) -> int:
     taken, (word, why) = memory(model, mesh), verdict(model, mesh)
     for name in PARTS:
         print(f"{name:12s}{getattr(taken, name):8.1f} GiB")
+    print(f"{'host':12s}{host(model, mesh):8.1f} GiB of rank 0's machine, {host(model, mesh, 1):.1f} with full_every = 1")
     print(f"{'reserve':12s}{RESERVE_GIB:8.1f} GiB\n{word}: {why}" + (f"\nnote: {model.note}" if model.note else ""))
     return int(word == "refused")
 
