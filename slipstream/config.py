@@ -118,6 +118,10 @@ class RunFile(Section):
     def _mini_steps_have_a_use(self) -> None:
         """Raise when a batch cannot be split as asked, or when routes are to be kept that nothing would move."""
         trainer, replay = self.trainer, self.algorithm.route_replay
+        if self.sft is not None and not self.environments and trainer.mini_steps > 1:
+            raise ValueError(
+                f"trainer.minibatches = {trainer.minibatches} and trainer.epochs = {trainer.epochs} with [sft] and no "
+                "environments: they split batches of reinforcement learning; set sft.rows and sft.epochs instead")
         if trainer.minibatches > self.schedule.groups_per_batch:
             raise ValueError(
                 f"trainer.minibatches = {trainer.minibatches} exceeds schedule.groups_per_batch = "

@@ -345,12 +345,13 @@ def test_the_samplers_routes_hold_in_every_step():
     (dict(trainer={"minibatches": 5}), "minibatches = 5 exceeds schedule.groups_per_batch = 4: .* of whole groups"),
     (dict(algorithm={"route_replay": "trainer"}), "with one optimizer step per batch the earlier pass is that step's own"),
     (dict(algorithm={"route_replay": "trainer"}, trainer={"epochs": 2}, rollout={"capture_routes": True}), "and never used"),
+    (dict(trainer={"epochs": 2}, environments=(), sft={"path": "rows.jsonl"}), "set sft.rows and sft.epochs instead"),
 ])
 def test_settings_without_a_use_are_refused(sections, words):
     """At the run file, with the fields and what to do."""
     data = run_file().model_dump(mode="json")
     for name, values in sections.items():
-        data[name] |= values
+        data[name] = {**data[name], **values} if name in ("trainer", "algorithm", "rollout") else values
     with pytest.raises(ConfigError, match=words):
         parse(data)
 
