@@ -41,6 +41,7 @@ _TABLE = (
     ("buffer.v1.SessionService", "OpenSession HeartbeatSession CloseSession", "client"),
     ("rollout.v1.RolloutService", "Generate", "client cli"),
     ("rollout.v1.RolloutService", "Drain", "cli"),
+    ("rollout.v1.GroupService", "Follow Report", "rollout"),  # nodes of one engine
     ("reward.v1.RewardService", "ScoreTranscripts", "rollout reward client cli"),
     ("trainer.v1.TrainerService", "GetProgress", _OWN),
     ("trainer.v1.TrainerService", "RequestCheckpoint", "cli"),

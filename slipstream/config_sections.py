@@ -146,6 +146,7 @@ class Vllm(Section):
     data_parallel_local: int = Field(
         default=0, ge=0, description="Replicas on this node; 0 = all. Fewer make an engine of several nodes: its leader serves."
     )
+    group_port: int = Field(default=29550, ge=1, lt=65536, description="Port of the leader where parts on other nodes meet it.")
     expert_parallel: bool = Field(default=False, description="Whole experts on each of tensor_parallel × data_parallel.")
     all2all: Literal[
         "", "allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency", "deepep_v2", "nixl_ep"
@@ -175,7 +176,20 @@ class Vllm(Section):
         if self.data_parallel_local > self.data_parallel:
             raise ValueError(
                 f"data_parallel_local = {self.data_parallel_local} exceeds data_parallel = {self.data_parallel}; lower it")
+        if self.data_parallel_local and self.data_parallel % self.data_parallel_local:
+            raise ValueError(
+                f"data_parallel_local = {self.data_parallel_local} does not divide data_parallel = {self.data_parallel}: every "
+                "node has the same share; choose a divisor")
+        if self.nodes > 1 and self.adapters == "slots":
+            raise ValueError(
+                f"adapters = slots with an engine of {self.nodes} nodes: slots are loaded on the leader's node only; set "
+                'adapters = "merged"')
         return self
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of one engine."""
+        return self.data_parallel // (self.data_parallel_local or self.data_parallel)
 
 
 class Rollout(Section):

@@ -10,13 +10,14 @@ from typing import Any
 
 from services.rollout.concurrency import Concurrency
 from services.rollout.engine import Engine, Generation, Request
+from services.rollout.group import Group
 from services.rollout.worker import RolloutWorker
 from slipstream import environment, rpc
 from slipstream.config import RunFile
 from slipstream.errors import ConfigError, InvalidInput
 from slipstream.lifecycle import CLOSE
+from slipstream.protos.rollout.v1 import group_pb2_grpc, rollout_pb2_grpc
 from slipstream.protos.rollout.v1 import rollout_pb2 as pb
-from slipstream.protos.rollout.v1 import rollout_pb2_grpc
 from slipstream.protos.types.v1 import sample_pb2
 from slipstream.sample import array, tensor
 from slipstream.service import ServiceContext
@@ -54,9 +55,16 @@ async def start(context: ServiceContext) -> None:
         settings.name: await stack.enter_async_context(environment.connect(
             settings, context.waits, context.clock, context.credentials))
         for settings in run.environments}
-    engine = engine_of(run, metrics.decode_seconds.observe)
+    nodes = run.rollout.vllm.nodes if run.rollout.engine == "vllm" else 1
+    group = Group(nodes, context.waits) if nodes > 1 else None
+    engine = engine_of(run, metrics.decode_seconds.observe, group)
     worker = RolloutWorker(context, engine, environments, metrics)
-    await context.serve([(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, RolloutServicer(engine, worker))])
+    serving: list[rpc.Registration] = [
+        (rollout_pb2_grpc.add_RolloutServiceServicer_to_server, RolloutServicer(engine, worker))]
+    if group is not None:
+        serving.append((group_pb2_grpc.add_GroupServiceServicer_to_server, group))
+        context.lifecycle.spawn("group", group.watch())
+    await context.serve(serving)
     context.judge_progress(
         lambda: engine.generated_tokens, lambda: f"tokens of {engine.active} sequences in flight" if engine.active else "")
     worker.start()
@@ -64,13 +72,18 @@ async def start(context: ServiceContext) -> None:
     context.lifecycle.spawn("engine metrics", _watch_engine(context, engine, worker, metrics))
 
 
-def engine_of(run: RunFile, observe: Callable[[float], None] | None = None) -> Engine:
-    """The engine that the run file asks for; only its own packages are imported. Raises ConfigError when they are missing."""
+def engine_of(
+    run: RunFile, observe: Callable[[float], None] | None = None, group: Group | None = None,
+) -> Engine:
+    """The engine that the run file asks for; only its own packages are imported. `group`: its other nodes, if it has any.
+
+    Raises ConfigError when packages are missing.
+    """
     if run.rollout.engine == "vllm":
         _need(run, "vllm")
         from services.rollout.vllm_engine import VllmEngine
 
-        return VllmEngine(run, observe)
+        return VllmEngine(run, observe, group)
     _need(run, "torch", "transformers")
     from services.rollout.torch_engine import TorchEngine
 

@@ -117,7 +117,7 @@ def places(told: Mapping[str, Any], outline: Any) -> dict[str, Place]:
         if name not in modules:
             raise KeyError(f"the model has no layer {name}")
         found[PREFIX + name] = Place(f"{name}.weight")
-    targets = set(told.get("target_parameters") or ())
+    targets: set[str] = set(told.get("target_parameters") or ())
     for name, module in modules.items():
         own = [(n, p) for n, p in module.named_parameters(recurse=False) if f"{name}.{n}" in targets]
         for depth, (parameter, value) in enumerate(reversed(own)):

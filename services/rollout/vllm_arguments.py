@@ -26,6 +26,7 @@ OWN = {
     "kv_cache_memory_bytes": "rollout.vllm.kv_cache_bytes", "block_size": "rollout.vllm.block_size",
     "enforce_eager": "rollout.vllm.enforce_eager", "tensor_parallel_size": "rollout.vllm.tensor_parallel",
     "data_parallel_size": "rollout.vllm.data_parallel", "data_parallel_size_local": "rollout.vllm.data_parallel_local",
+    "data_parallel_address": "", "data_parallel_rpc_port": "rollout.vllm.group_port", "data_parallel_start_rank": "",
     "enable_expert_parallel": "rollout.vllm.expert_parallel", "all2all_backend": "rollout.vllm.all2all",
     "enable_lora": "model.lora", "max_lora_rank": "model.lora.rank", "lora_target_modules": "model.lora.targets",
     "enable_return_routed_experts": "rollout.capture_routes", "override_generation_config": "rollout.vllm.sampling",
@@ -95,6 +96,12 @@ def engine_arguments(run: RunFile, model: str, shape: Mapping[str, Any], extensi
     if own.all2all:
         arguments["all2all_backend"] = own.all2all
     return arguments | own.engine_args
+
+
+def node_arguments(run: RunFile, node: int, address: str, port: int) -> dict[str, Any]:
+    """Further arguments for one node of several, the leader's (0) or a headless one's: where the parts find each other."""
+    found: dict[str, Any] = {"data_parallel_address": address, "data_parallel_rpc_port": port}
+    return found | ({"data_parallel_start_rank": node * run.rollout.vllm.data_parallel_local} if node else {})
 
 
 def slot_arguments(rank: int, layers: Sequence[str]) -> dict[str, Any]:

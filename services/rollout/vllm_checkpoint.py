@@ -40,15 +40,19 @@ DTYPES = {
 class Checkpoints:
     """A folder that vLLM starts from, and one file per version in it. `close` removes it."""
 
-    def __init__(self, files: Mapping[str, bytes], size: int, slots: bool = False) -> None:
-        """`size`: bytes of one version's tensors. `slots`: versions of an adapter stay apart from their base.
+    def __init__(
+        self, files: Mapping[str, bytes], size: int, slots: bool = False, folder: Path | None = None,
+    ) -> None:
+        """`size`: bytes of one version's tensors. `slots`: versions of an adapter stay apart from their base. `folder`: the
+        leader's, on the other nodes of its engine.
 
         Raises InvalidInput when the files do not describe a model.
         """
         roomy = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > ROOM * size
         place = SHARED_MEMORY if roomy else Path(tempfile.gettempdir())
         remove_orphans(place)
-        self.folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=place))
+        self.folder = folder or Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=place))
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._files = files
         self._adapter: MergedAdapter | None = None
         self.slots = slots and ADAPTER_FILE in files

@@ -24,6 +24,7 @@ from typing import Any
 from services.rollout import vllm_arguments
 from services.rollout.concurrency import Load
 from services.rollout.engine import Ended, Generation, Request
+from services.rollout.group import Group
 from services.rollout.vllm_answers import NOTHING, Asked, add_routes, generation, rest, spans_of
 from services.rollout.vllm_checkpoint import Checkpoints
 from services.rollout.vllm_process import SHUTDOWN_S, VllmProcess
@@ -43,8 +44,8 @@ class VllmEngine:
 
     extension = "services.rollout.vllm_worker.WorkerExtension"
 
-    def __init__(self, run: RunFile, observe: Callable[[float], None] | None = None) -> None:
-        self._run, self._observe = run, observe
+    def __init__(self, run: RunFile, observe: Callable[[float], None] | None = None, group: Group | None = None) -> None:
+        self._run, self._observe, self._group = run, observe, group
         self.signals = Signals()
         self._vllm: VllmProcess | None = None
         self._checkpoints: Checkpoints | None = None
@@ -105,9 +106,11 @@ class VllmEngine:
         try:
             self._checkpoints = await asyncio.to_thread(
                 Checkpoints, files, sum(t.size for t in tensors), self._run.rollout.vllm.adapters == "slots")
-            self._path, _ = await asyncio.to_thread(self._checkpoints.write, tensors, "0.safetensors")
+            self._path, crc32c = await asyncio.to_thread(self._checkpoints.write, tensors, "0.safetensors")
             self._tokenizer, self._stops = await asyncio.to_thread(self._checkpoints.tokenizer, files)
-            self._vllm = VllmProcess(self._run, self._checkpoints, self._shape, self.extension, self.signals, self._observe)
+            own = self._run, self._checkpoints, self._shape, self.extension, self.signals, self._observe, self._group
+            self._vllm = VllmProcess(*own)
+            await self._vllm.spread(version, self._path, crc32c)
             await self._vllm.start(self._path, self._exchange)
             await self._vllm.prove(self._path, self._exchange)
             await self._vllm.score(probes)
@@ -159,8 +162,7 @@ class VllmEngine:
         for asked in found:
             asked.aborted = True
         with_vllm = [str(asked.request.id) for asked in found if asked.collector is not None]
-        if with_vllm:
-            assert self._vllm is not None
+        if with_vllm and self._vllm is not None:
             self._spawn(self._vllm.llm.abort(with_vllm))
         for asked in found:
             if asked.collector is None:  # vLLM has not heard of it, or is away
@@ -178,13 +180,13 @@ class VllmEngine:
             assert self._checkpoints is not None and self._vllm is not None
             path, crc32c = await asyncio.to_thread(self._checkpoints.write, tensors, f"{self._exchange + 1}.safetensors")
             try:
+                await self._vllm.spread(version, path, crc32c)
                 await self._vllm.call("slipstream_verify", path, crc32c)
                 await self._vllm.trial(path, probes)
             except Exception as error:
-                self._checkpoints.drop(path)
-                if isinstance(error, InvalidInput):
-                    raise
-                raise InvalidInput(f"policy version {version.number} cannot be read back: {error}", "CHECKPOINT") from error
+                self._vllm.drop(path)
+                told = InvalidInput(f"policy version {version.number} cannot be read back: {error}", "CHECKPOINT")
+                raise error if isinstance(error, SlipstreamError) else told from error
             await self._replace(version, path, probes)
 
     async def stop(self) -> None:
@@ -230,12 +232,12 @@ class VllmEngine:
             await self._open.wait()
             if asked.aborted or self._vllm is None:
                 return
-            llm = self._vllm.llm
+            life = self._vllm.life
             try:
-                await self._run_once(asked, llm, self._vllm.lora)
+                await self._run_once(asked, self._vllm, life)
                 return
             except EngineDeadError as error:
-                if self._vllm is not None and self._vllm.llm is llm:
+                if self._vllm is not None and self._vllm.life == life:
                     self._fail(error)
                     return
                 asked.collector = None
@@ -243,8 +245,8 @@ class VllmEngine:
                 self._tell([(asked, InvalidInput(f"vLLM refused a request: {error}", "REQUEST"))])
                 return
 
-    async def _run_once(self, asked: Asked, llm: Any, lora: Any) -> None:
-        """Raises EngineDeadError when `llm` died, or was ended for another."""
+    async def _run_once(self, asked: Asked, vllm: VllmProcess, life: int) -> None:
+        """Raises EngineDeadError when vLLM died, or began another life."""
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
@@ -254,7 +256,8 @@ class VllmEngine:
         request = rest(asked.request, asked.sent)
         params = SamplingParams(**vllm_arguments.sampling(self._run, request), output_kind=kind)
         prompt = tokens_input(request.prompt.tolist(), cache_salt=str(self._exchange))
-        asked.collector = collector = await llm.add_request(str(request.id), prompt, params, lora_request=lora)
+        llm = vllm.llm
+        asked.collector = collector = await llm.add_request(str(request.id), prompt, params, lora_request=vllm.lora)
         if asked.aborted:
             await llm.abort([str(request.id)])
         told = 0
@@ -268,7 +271,7 @@ class VllmEngine:
                 state = llm.output_processor.request_states.get(collector.request_id)
                 piece = generation(completion, told, list(state.weight_version_starts) if state else [], self._versions)
                 await self._open.wait()  # not before the version that sampled it is known to be good
-                if self._vllm is None or self._vllm.llm is not llm:
+                if self._vllm is None or vllm.life != life:
                     raise EngineDeadError()
                 told += len(piece.tokens)
                 asked.sent.append(piece)
@@ -326,8 +329,7 @@ class VllmEngine:
         """vLLM has died by itself: nobody may wait for it."""
         if self._failure is None:
             self._failure = error
-            told = Unavailable(f"the engine failed: {error}", "ENGINE_FAILED")
-            self._tell([(asked, told) for asked in self._asked.values()])
+            self._tell([(a, Unavailable(f"the engine failed: {error}", "ENGINE_FAILED")) for a in self._asked.values()])
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.ensure_future(work)
@@ -350,16 +352,15 @@ class VllmEngine:
         except Exception as error:
             log.error("a load went wrong or half-way: vLLM is started anew", version=version.number, error=str(error))
             self._broken.add(version.number)
-            self._checkpoints.drop(path)
+            self._vllm.drop(path)
             await self._start_anew(exchange)
-            if isinstance(error, InvalidInput):
-                raise
-            raise InvalidInput(f"policy version {version.number} failed half-way through its load: {error}", "LOAD") from error
+            told = InvalidInput(f"policy version {version.number} failed half-way through its load: {error}", "LOAD")
+            raise error if isinstance(error, InvalidInput) else told from error
         else:
             self._exchange = exchange
             self._serving = version
             self._forget_versions()
-            self._checkpoints.drop(self._path)
+            self._vllm.drop(self._path)
             self._path = path
         finally:
             self._open.set()
@@ -392,8 +393,7 @@ class VllmEngine:
                 asked.collector = None
         try:
             async with self._fetching:
-                await self._vllm.stop()
-                await self._vllm.start(self._path, self._exchange)
+                await self._vllm.go_back(self._path, self._exchange)
         except Exception as error:
             self._fail(error)
             raise

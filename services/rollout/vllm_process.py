@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import itertools
 import os
+import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ import numpy as np
 
 from services.rollout import vllm_arguments
 from services.rollout.engine import Request
+from services.rollout.group import Group
 from services.rollout.vllm_checkpoint import Checkpoints, checksum
 from services.rollout.vllm_signals import Signals, logger
 from slipstream.config import RunFile
 from slipstream.errors import InvalidInput, Unavailable
 from slipstream.probes import Probes
+from slipstream.protos.types.v1.policy_pb2 import PolicyVersion
 
 SHUTDOWN_S = 2.0  # it never ends by itself
 PROOF_TOKENS, PROOF_PROMPT = 4, 8
@@ -32,12 +35,14 @@ class VllmProcess:
 
     def __init__(
         self, run: RunFile, checkpoints: Checkpoints, shape: Mapping[str, Any], extension: str, signals: Signals,
-        observe: Callable[[float], None] | None,
+        observe: Callable[[float], None] | None, group: Group | None = None,
     ) -> None:
+        self._group = group
         self._run, self._checkpoints, self._shape, self._extension = run, checkpoints, shape, extension
         self._signals, self._observe = signals, observe
         self.lora: Any = None  # the adapter in its slot, as requests name it; None without slots
         self.llm: Any = None
+        self.life = 0  # counts the times that everything in flight was forgotten
 
     async def start(self, path: str, exchange: int) -> None:
         """Start with the checkpoint at `path`, whose tokens are stamped `exchange`.
@@ -57,10 +62,18 @@ class VllmProcess:
         if self._checkpoints.slots:
             self._may_use_slots(cpu)
             arguments |= vllm_arguments.slot_arguments(self._checkpoints.rank, self._checkpoints.adapted_layers)
+        launching = None
+        if self._group is not None:
+            address = socket.gethostbyname(socket.gethostname())
+            arguments |= vllm_arguments.node_arguments(run, 0, address, run.rollout.vllm.group_port)
+            launch = self._group.launch(address, run.rollout.vllm.group_port)
+            launching = asyncio.create_task(launch, name="launch the other nodes")
         loggers = [logger(self._signals, self._observe)]
         try:
             self.llm = await asyncio.to_thread(
                 AsyncLLM.from_engine_args, AsyncEngineArgs(**arguments, disable_log_stats=True), stat_loggers=loggers)
+            if launching is not None:
+                await launching
             if run.rollout.capture_routes and cpu:
                 await self.call("slipstream_capture")
             await self._take_adapter(path)
@@ -72,6 +85,7 @@ class VllmProcess:
 
     async def stop(self) -> None:
         """End it, whatever it is doing. Idempotent."""
+        self.life += 1
         llm, self.llm = self.llm, None
         if llm is not None:
             await asyncio.to_thread(llm.shutdown, SHUTDOWN_S)
@@ -80,8 +94,9 @@ class VllmProcess:
         """A method of the worker extension, between two steps: the results of all workers."""
         return await self.llm.collective_rpc(method, args=arguments)
 
-    async def _ask(self, name: str, prompt: Any, params: Any, lora: Any = None) -> Any:
-        return await self.llm.add_request(name, prompt, params, lora_request=lora or self.lora)
+    async def _ask(self, name: str, prompt: Any, params: Any, lora: Any = None, replica: int | None = None) -> Any:
+        return await self.llm.add_request(
+            name, prompt, params, lora_request=lora or self.lora, data_parallel_rank=replica)
 
     def _may_use_slots(self, cpu: bool) -> None:
         """Raises InvalidInput where slots cannot work."""
@@ -104,6 +119,32 @@ class VllmProcess:
         self.lora = LoRARequest(SERVING[0], SERVING[1], folder)
         await self.llm.add_lora(LoRARequest(SERVING[0], SERVING[1], folder, load_inplace=True))
         await self.llm.pin_lora(SERVING[1])  # were it thrown out, a request of old would load it again
+
+    async def spread(self, version: PolicyVersion, path: str, crc32c: int) -> None:
+        """Let each node of the engine hold the checkpoint at `path` as it is here. Raises as Group.prepare."""
+        if self._group is not None:
+            await self._group.prepare(version, self._checkpoints.folder, Path(path).name, crc32c)
+
+    def drop(self, path: str) -> None:
+        """Delete a checkpoint that nobody goes back to, on each node."""
+        self._checkpoints.drop(path)
+        if self._group is not None:
+            self._group.forget(Path(path).name)
+
+    async def go_back(self, path: str, exchange: int) -> None:
+        """Serve the checkpoint at `path`, after a load that went wrong; what was in flight is forgotten.
+
+        A new start; an engine of several nodes loads it again on all of them instead: they cannot start one by one.
+        """
+        if self._group is None:
+            await self.stop()
+            await self.start(path, exchange)
+            return
+        self.life += 1
+        await self.llm.pause_generation(mode="abort", clear_cache=True)
+        await self.call("slipstream_load", path)
+        await self.llm.update_weight_version(str(exchange))
+        await self.llm.resume_generation()
 
     async def trial(self, path: str, probes: Probes | None) -> None:
         """An adapter proves itself in the second slot while the first serves. Raises InvalidInput (CANARY); nothing has changed
@@ -153,14 +194,21 @@ class VllmProcess:
         if probes is None:
             return
         from vllm import SamplingParams
-        from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
         size = min(probes.tokens.shape[1], self._run.rollout.context - 1)
         params = SamplingParams(
             max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+        replicas = range(self._run.rollout.vllm.data_parallel)  # each holds weights of its own
+        for replica in replicas if len(replicas) > 1 else (None,):
+            await self._score(probes, size, params, lora, replica)
+
+    async def _score(self, probes: Probes, size: int, params: Any, lora: Any, replica: int | None) -> None:
+        from vllm.inputs.engine import tokens_input
+
         collectors = [
-            await self._ask(f"canary-{i}", tokens_input(tokens.tolist(), cache_salt=f"canary-{next(_scored)}"), params, lora)
+            await self._ask(
+                f"canary-{i}", tokens_input(tokens.tolist(), cache_salt=f"canary-{next(_scored)}"), params, lora, replica)
             for i, tokens in enumerate(probes.tokens[:, :size])]
         found = np.zeros((len(collectors), size - 1))
         for i, collector in enumerate(collectors):

@@ -74,9 +74,17 @@ def test_one_trainer_at_a_time() -> None:
 
 
 def test_large_engines_are_groups_and_small_ones_are_pods() -> None:
-    """nodes > 1 makes a LeaderWorkerSet: the leader is the service, the pods behind it what you say, and KEDA scales groups."""
-    values = ("nodes=2", "workerCommand={follow}", "autoscaling.enabled=true", "spot.onDemandReplicas=1")
-    objects = render("rollout", *values)
+    """nodes > 1 makes a LeaderWorkerSet: the leader is the service, the pods behind it follow it, or run what you say, and KEDA
+    scales groups. They fail together and reach each other on every port."""
+    values = ("nodes=2", "autoscaling.enabled=true", "spot.onDemandReplicas=1")
+    elastic, _ = of_kind(objects := render("rollout", *values), "LeaderWorkerSet")
+    member = main_container(elastic["spec"]["leaderWorkerTemplate"]["workerTemplate"])
+    assert member["command"] == ["python3", "-m", "services.rollout.member"] and "readinessProbe" in member
+    assert elastic["spec"]["leaderWorkerTemplate"]["restartPolicy"] == "RecreateGroupOnPodRestart"
+    policy, = of_kind(objects, "NetworkPolicy")
+    assert {"podSelector": {"matchLabels": policy["spec"]["podSelector"]["matchLabels"]}} in [
+        peer for rule in policy["spec"]["egress"] if "ports" not in rule for peer in rule["to"]]
+    objects = render("rollout", *values, "workerCommand={follow}")
     elastic, floor = of_kind(objects, "LeaderWorkerSet")
     assert not of_kind(objects, "Deployment")
     leader, worker = (main_container(elastic["spec"]["leaderWorkerTemplate"][p]) for p in ("leaderTemplate", "workerTemplate"))

@@ -35,7 +35,7 @@ FULL = {
                "weightServer.enabled=true"),
     "reward": ("autoscaling.enabled=true", "auth.secretName=tokens", "metrics.podMonitor.enabled=true"),
     "rollout": ("autoscaling.enabled=true", "autoscaling.kvShare=0.8", "spot.preferred=true", "spot.onDemandReplicas=2",
-                "nodes=2", "workerCommand={vllm,serve}", "prepull.enabled=true", "prepull.tag=next"),
+                "nodes=2", "prepull.enabled=true", "prepull.tag=next"),
     "trainer": ("nodes=2", "processesPerNode=8", "gpus=8", "efa=16", "hugepages=5120Mi", "sameZone=true", "kueue.queueName=q",
                 "kueue.priorityClass=high"),
     "environment": ("autoscaling.enabled=true", "arguments.digits=4"),
@@ -126,7 +126,6 @@ def test_a_chart_may_be_a_subchart(chart: str) -> None:
 @pytest.mark.parametrize(("chart", "values", "sentence"), [
     ("buffer", ("redis.secretName=",), "redis: set secretName"),
     ("buffer", ("redis.secretName=", "redis.url=redis://user:password@host:6379"), "redis.url|/redis/url"),
-    ("rollout", ("nodes=2",), "needs workerCommand"),
     ("rollout", ("drain.graceSeconds=600",), "graceSeconds"),
     ("trainer", ("gpus=4", "processesPerNode=8"), "exceeds gpus"),
     ("reward", ("buffer.address=buffer",), "address"),

@@ -42,6 +42,8 @@ MATRIX = """
     buffer.v1.SessionService/CloseSession          .      .       .      .         .        x     .
     rollout.v1.RolloutService/Generate             .      .       .      .         .        x     x
     rollout.v1.RolloutService/Drain                .      .       .      .         .        .     x
+    rollout.v1.GroupService/Follow                 x      .       .      .         .        .     .
+    rollout.v1.GroupService/Report                 x      .       .      .         .        .     .
     reward.v1.RewardService/ScoreTranscripts       x      x       .      .         .        x     x
     trainer.v1.TrainerService/GetProgress          x      x       x      x         .        .     x
     trainer.v1.TrainerService/RequestCheckpoint    .      .       .      .         .        .     x

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from services.rollout.engine import Generation, Request
+from services.rollout.vllm_checkpoint import checksum
 from slipstream.errors import InvalidInput
 from slipstream.probes import Probes
+from slipstream.protos.types.v1.policy_pb2 import PolicyVersion
 from slipstream.sample import FINISH_LENGTH, Span
 from tests.engines.conftest import World
 from tests.engines.test_contract import LONG, PROMPT, TOLERANCE, all_of, prompts, same
@@ -104,6 +107,55 @@ async def test_a_load_that_fails_half_way_starts_the_engine_anew(world: World) -
         await world.engine.swap(world.version(9), world.tensors[2])
     await world.load(2)
     assert world.engine.version.number == 2
+
+
+class OtherNodes:
+    """Stands in for the group of an engine over several nodes: remembers what the members were to hold, and votes."""
+
+    def __init__(self) -> None:
+        self.held: list[str] = []
+        self.votes = True
+
+    async def prepare(self, version: PolicyVersion, folder: Path, name: str, crc32c: int) -> None:
+        assert checksum(str(folder / "versions" / name)) == crc32c
+        if not self.votes:
+            raise InvalidInput(f"node 1 holds version {version.number} as a file with another checksum", "VOTE")
+        self.held.append(name)
+
+    def forget(self, name: str) -> None:
+        if name in self.held:
+            self.held.remove(name)
+
+
+async def test_an_engine_of_several_nodes_goes_back_without_a_new_start(world: World) -> None:
+    """Its parts cannot start one by one. A vote that differs refuses a version before the pause; one that fails the canary is
+    replaced by the old weights, loaded on all nodes again, and requests in flight go on; each node keeps what serves."""
+    engine, nodes = world.engine, OtherNodes()
+    engine._vllm._group, vllm = nodes, engine._vllm.llm
+    try:
+        await world.load(2)
+        await world.load(1)
+        serving = list(nodes.held)
+        assert len(serving) == 1
+        before = (await all_of(world, [Request(PROMPT, 20, seed=1)]))[0]
+        nodes.votes = False
+        with pytest.raises(InvalidInput, match="node 1 holds version 7"):
+            await engine.swap(world.version(7), world.tensors[2])
+        nodes.votes = True
+        assert same((await all_of(world, [Request(PROMPT, 20, seed=1)]))[0], before) and nodes.held == serving
+        tokens = np.stack([LONG, LONG[::-1]])
+        requests = [Request(p, 100, seed=i) for i, p in enumerate(prompts(6))]
+        flying = [engine.generate(request) for request in requests]
+        with pytest.raises(InvalidInput, match="does not hold the published weights"):
+            wrong = Probes(tokens, np.zeros((2, tokens.shape[1] - 1), np.float32))
+            await engine.swap(world.version(6), world.tensors[2], wrong)
+        for request, future in zip(requests, flying, strict=True):
+            answer = await future
+            assert answer.spans == (Span(1, 0, 1, 100),) and world.gaps(request.prompt, answer).max() <= TOLERANCE
+        assert engine._vllm.llm is vllm and nodes.held == serving
+        assert same((await all_of(world, [Request(PROMPT, 20, seed=1)]))[0], before)
+    finally:
+        engine._vllm._group = None
 
 
 async def test_a_version_that_scores_its_probes_otherwise_is_taken_back(world: World) -> None:

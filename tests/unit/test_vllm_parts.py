@@ -67,6 +67,15 @@ def test_expert_parallel_engines_exchange_tokens_by_name(tmp_path: Path) -> None
     assert not any(name.startswith(("NCCL", "FI_", "VLLM_DEEPEP")) for name in plain) and plain["TORCHDYNAMO_DISABLE"] == "1"
 
 
+def test_each_node_of_an_engine_is_started_with_its_share(tmp_path: Path) -> None:
+    """Three nodes of two replicas: all are told where the leader is, the headless ones also with which replica they begin."""
+    run = run_file(tmp_path, rollout={"engine": "vllm", "vllm": {"data_parallel": 6, "data_parallel_local": 2}})
+    assert run.rollout.vllm.nodes == 3 and run_file(tmp_path).rollout.vllm.nodes == 1
+    leader, last = (vllm_arguments.node_arguments(run, node, "10.0.0.1", 29550) for node in (0, 2))
+    assert leader == {"data_parallel_address": "10.0.0.1", "data_parallel_rpc_port": 29550}
+    assert last == leader | {"data_parallel_start_rank": 4}
+
+
 @pytest.mark.parametrize("name, remedy", [
     ("max_model_len", "set rollout.context"), ("dtype", "set model.dtype"), ("logprobs_mode", "cannot be set")])
 def test_arguments_with_an_owner_are_refused(tmp_path: Path, name: str, remedy: str) -> None:
@@ -78,7 +87,9 @@ def test_arguments_with_an_owner_are_refused(tmp_path: Path, name: str, remedy: 
 @pytest.mark.parametrize("vllm, words", [
     ({"sampling": {"top_p": 0.9}}, r'sampling.top_p = 0.9 makes.*biased_sampling = \["top_p"\]'),
     ({"sampling": {"top_k": 5, "repetition_penalty": 1.1}, "biased_sampling": ["top_k"]}, "sampling.repetition_penalty"),
-    ({"all2all": "deepep_v2"}, "expert_parallel = false"), ({"data_parallel_local": 2}, "data_parallel = 1")])
+    ({"all2all": "deepep_v2"}, "expert_parallel = false"), ({"data_parallel_local": 2}, "data_parallel = 1"),
+    ({"data_parallel": 6, "data_parallel_local": 4}, "does not divide"),
+    ({"data_parallel": 4, "data_parallel_local": 2, "adapters": "slots"}, "an engine of 2 nodes")])
 def test_contradictions_and_biased_sampling_are_refused(tmp_path: Path, vllm: dict[str, Any], words: str) -> None:
     """Truncated sampling draws from another distribution than the trainer's: only for those who name what they want."""
     with pytest.raises(ConfigError, match=words):

@@ -1,4 +1,4 @@
-{{/* Pods of engines. Takes a dict: root, tier ("elastic" or "floor"), command (of the pods behind a leader; absent = the service). */}}
+{{/* Pods of engines. Takes a dict: root, tier ("elastic" or "floor"), member (true = behind a leader), command (of those, if another). */}}
 {{- define "rollout.pod" -}}
 {{- $v := .root.Values -}}
 {{- $shm := ne (toString $v.shmSize) "0" -}}
@@ -7,6 +7,9 @@
 {{- $pod := dict "root" .root "volumes" $volumes "mounts" $mounts "labels" (dict "slipstream/tier" .tier) "affinity" (include "rollout.affinity" . | fromYaml) -}}
 {{- if .command -}}
 {{- $pod = merge (dict "command" .command "arguments" false "probes" false) $pod -}}
+{{- else if .member -}}
+{{- $leader := printf "$(LWS_LEADER_ADDRESS):%v" $v.ports.grpc -}}
+{{- $pod = merge (dict "command" (list "python3" "-m" "services.rollout.member") "args" (list "--leader" $leader "--node" "$(LWS_WORKER_INDEX)")) $pod -}}
 {{- end -}}
 {{- include "common.pod" $pod -}}
 {{- end -}}
@@ -75,6 +78,6 @@ spec:
     leaderTemplate:
       {{- include "rollout.pod" (dict "root" $root "tier" .tier) | nindent 6 }}
     workerTemplate:
-      {{- include "rollout.pod" (dict "root" $root "tier" .tier "command" $v.workerCommand) | nindent 6 }}
+      {{- include "rollout.pod" (dict "root" $root "tier" .tier "command" $v.workerCommand "member" true) | nindent 6 }}
   {{- end }}
 {{- end -}}
