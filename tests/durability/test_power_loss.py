@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from google.rpc import code_pb2
 
+from services.buffer.redis_ledger import RedisLedger
 from slipstream.errors import Unavailable
 from slipstream.protos.buffer.v1 import samples_pb2
 from tests.buffer_client import Client, buffer, finished, run_file
@@ -34,6 +35,8 @@ class Told:
         self.leases: dict[tuple[int, int], samples_pb2.SampleLease] = {}
         self.samples: dict[tuple[int, int], samples_pb2.SubmittedSample] = {}
         self.batches: dict[int, list[int]] = {}
+        self.enough = threading.Event()  # of samples, since the server was started
+        self.wanted = 0
 
 
 async def work(client: Client, told: Told) -> None:
@@ -46,6 +49,8 @@ async def work(client: Client, told: Told) -> None:
                 results = (await client.submit(submit)).results
                 if results[0].outcome == samples_pb2.OUTCOME_ACCEPTED:
                     told.samples[key(lease)] = submit
+                    if len(told.samples) > told.wanted:
+                        told.enough.set()
 
 
 async def train(client: Client, told: Told) -> None:
@@ -62,11 +67,25 @@ def key(lease: samples_pb2.SampleLease) -> tuple[int, int]:
     return lease.lease.sample.draw.number, lease.lease.sample.index
 
 
-async def until_the_power_fails(here: Machine, folder: Path, told: Told, delay_s: float) -> int:
-    """Run everything at once, and cut the power after `delay_s`; bytes that were not on the disk."""
+def ledger_of(client: Client) -> RedisLedger:
+    assert client.front is not None and isinstance(client.front.ledger, RedisLedger)
+    return client.front.ledger
+
+
+async def until_the_power_fails(here: Machine, folder: Path, told: Told, delay_s: float, beside: bool = False) -> int:
+    """Run everything at once, and cut the power after `delay_s` and twenty samples; bytes that were not on the disk. Bodies
+    go to Redis as large ones do when `beside`: in one transaction with their script."""
     lost: list[int] = []
-    timer = threading.Timer(delay_s, lambda: lost.append(here.lose_power()))
+    told.enough.clear()
+    told.wanted = len(told.samples) + 20
+
+    def cut() -> None:
+        told.enough.wait(30)
+        lost.append(here.lose_power())
+
+    timer = threading.Timer(delay_s, cut)
     async with buffer(here.redis, folder, RUN) as client:
+        ledger_of(client).beside_bytes = 1 if beside else 1 << 30
         if not told.leases:
             await client.begin()
         client.incarnation = 1
@@ -80,9 +99,11 @@ async def missing(here: Machine, folder: Path, told: Told) -> list[str]:
     """What was acknowledged and is not there. A sample is there when another body for it is a conflict."""
     gone = []
     async with buffer(here.redis, folder, RUN) as client:
-        assert client.front is not None
-        ledger = client.front.ledger
-        numbered = int((await ledger.balance()).meta.get("numbered", 0))
+        ledger = ledger_of(client)
+        balance = await ledger.balance()
+        bodies = await ledger._scripts.client.hlen(ledger._scripts.keys["bodies"])
+        assert bodies == sum(balance.samples.get(state, 0) for state in ("unscored", "scoring", "scored"))
+        numbered = int(balance.meta.get("numbered", 0))
         for batch, draws in told.batches.items():
             if batch > numbered or [g.draw for g in (await ledger.read_batch(batch)).groups] != draws:
                 gone.append(f"batch {batch}")
@@ -111,9 +132,9 @@ async def test_always_keeps_everything_acknowledged(server: Server, shim: Path, 
     """Leases, samples and batches that were answered are there after a power cut at a random moment, again and again."""
     chance, told = random.Random(SEED), Told()
     with machine(tmp_path, shim, "always", server) as here:
-        for _ in range(3):
+        for turn in range(4):
             before = len(told.samples)
-            await until_the_power_fails(here, tmp_path / "objects", told, chance.uniform(0.15, 0.5))
+            await until_the_power_fails(here, tmp_path / "objects", told, chance.uniform(0.15, 0.5), beside=turn % 2 == 0)
             here.redis.start()
             assert len(told.samples) > before + 20
             assert await missing(here, tmp_path / "objects", told) == []
