@@ -38,7 +38,10 @@ class Part(Protocol):
     """This node's part of the engine."""
 
     def write(self, files: Any, tensors: Any, folder: Path, name: str) -> int:
-        """Write a version as a checkpoint; the CRC-32C of its file. The first call gets all tensors. Raises InvalidInput."""
+        """Write a version as a checkpoint; the CRC-32C of its file. The first call for a folder gets all tensors and files.
+
+        Raises InvalidInput.
+        """
         ...
 
     async def launch(self, node: int, address: str, port: int) -> None:
@@ -66,6 +69,7 @@ class Member:
         context.lifecycle.on_stop(CLOSE, self._channel.close, "leader")
         self._stub = GroupServiceStub(self._channel)
         self._held: Held | None = None
+        self._folder = ""  # of the leader's engine: another one is another engine, which is given everything again
 
     async def follow(self) -> None:
         """Orders, one after the other. Raises Unavailable when the leader is gone, whatever the leader refuses."""
@@ -105,13 +109,13 @@ class Member:
     async def _prepare(self, order: pb.Prepare) -> int:
         context, version = self._context, order.version
         manifest = await read_manifest(self._source, version, context.run.run.name)
-        first = self._held is None
+        first = self._held is None or self._folder != order.folder
         tensors = await (read_complete(self._source, manifest) if first else read_tensors(
             self._source, manifest, self._held))
         files = await read_files(self._source, manifest) if first else {}
         crc32c = await asyncio.to_thread(self._part.write, files, tensors, Path(order.folder), order.name)
         own = tensors if manifest.base is None else [t for t in tensors if t.name in {e.name for e in manifest.tensors}]
-        self._held = Held(version, own, manifest.full)
+        self._held, self._folder = Held(version, own, manifest.full), order.folder
         context.policy_version = version
         return crc32c
 

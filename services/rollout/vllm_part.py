@@ -35,8 +35,10 @@ class VllmPart:
         self._process: asyncio.subprocess.Process | None = None
 
     def write(self, files: Mapping[str, bytes], tensors: Sequence[RawTensor], folder: Path, name: str) -> int:
-        if self._checkpoints is None:
-            self._checkpoints = Checkpoints(files, sum(t.size for t in tensors), folder=folder)
+        if self._checkpoints is None or self._checkpoints.folder != folder:
+            if self._checkpoints is not None:
+                self._checkpoints.close()
+            self._checkpoints, self._paths = Checkpoints(files, sum(t.size for t in tensors), folder=folder), {}
             shape = json.loads(files["config.json"])
             self._shape = shape.get("text_config", shape)
         path, crc32c = self._checkpoints.write(tensors, name)

@@ -24,6 +24,8 @@ class FilePart:
 
     def write(self, files: Mapping[str, bytes], tensors: Sequence[RawTensor], folder: Path, name: str) -> int:
         data = b"".join(bytes(t.data) for t in tensors)
+        if files:
+            (self._folder / "files.json").write_text(json.dumps([str(folder), *sorted(files)]))
         if (spoil := self._folder / "spoil").exists():
             spoil.unlink()
             data = data[:-1] + bytes([data[-1] ^ 1])

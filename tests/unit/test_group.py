@@ -52,7 +52,7 @@ class Leader:
         """(version, the checksum that the leader's own file would have)."""
         data = bytes([number]) * 4000
         version = await write_version(
-            self.store, run="test", number=number, step=number, incarnation=1, files={},
+            self.store, run="test", number=number, step=number, incarnation=1, files={"config.json": b"{}"},
             tensors=[RawTensor("w", "F32", (1000,), data)])
         return version, checksum(data)
 
@@ -93,6 +93,11 @@ async def test_a_version_is_on_every_node_or_on_none(leader: Leader) -> None:
             await leader.group.prepare(second, leader.folder, "1.safetensors", crc32c)
         await leader.group.prepare(second, leader.folder, "2.safetensors", crc32c)
         assert [leader.files(n) for n in (1, 2)] == [["0.safetensors", "2.safetensors"]] * 2
+        given = [json.loads((leader.folder / f"member-{n}" / "files.json").read_text()) for n in (1, 2)]
+        assert given == [[str(leader.folder), "config.json"]] * 2
+        elsewhere = leader.folder / "another-engine"  # the leader's engine was built anew: it asks for everything again
+        await leader.group.prepare(second, elsewhere, "2.safetensors", crc32c)
+        assert json.loads((leader.folder / "member-1" / "files.json").read_text()) == [str(elsewhere), "config.json"]
         lost = PolicyVersion(number=9, manifest_key="versions/00000009-1/manifest.json")
         with pytest.raises(InvalidInput, match="node 1 does not hold version 9"):
             await leader.group.prepare(lost, leader.folder, "3.safetensors", 0)
