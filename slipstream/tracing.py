@@ -4,8 +4,8 @@
           └─ a second lease and generation, when the first worker was lost
 
 The id of a trace, and of its first span, is a hash of (run, ledger epoch, draw, sample): every process knows it from what the
-lease says, so no message carries it, and a retried sample goes on in the same trace. A hash of the draw decides whether a sample
-is traced, everywhere alike, and with it its whole group: one waits for the other. To find a sample's trace:
+lease says, so no message carries it, and a retried sample goes on in the same trace. A hash of the draw decides whether its
+samples are traced, everywhere alike and all of a group: one waits for the other. To find a sample's trace:
 
     python -m slipstream.tracing RUN DRAW SAMPLE [EPOCH]
 

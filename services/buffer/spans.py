@@ -5,6 +5,8 @@
     store sample  a finished sample, durable when the span ends
     store score   likewise
     batch         the sample became part of batch k
+
+A grant is a moment: its call may have begun before there was anything to grant.
 """
 
 from __future__ import annotations
@@ -32,16 +34,16 @@ class TracedLedger(RedisLedger):
     tracer: Tracer
 
     async def grant_samples(self, worker: str, count: int, loaded: int = 0) -> Granted:
-        started = self.tracer.now()
         granted = await super().grant_samples(worker, count, loaded)
+        now = self.tracer.now()
         for grant in granted.grants:
             key, tracer = _key(grant.lease), self.tracer
             if (of := tracer.traced(*key[:3])) is None:
                 continue
             if grant.lease.attempt == 1:
                 tracer.end(tracer.begin(
-                    "draw", of, key[:3], started, root=True, environment=grant.environment, task=grant.task_index))
-            tracer.end(tracer.begin("lease", of, key, started, worker=worker, min_step=grant.min_step))
+                    "draw", of, key[:3], now, root=True, environment=grant.environment, task=grant.task_index), now)
+            tracer.end(tracer.begin("lease", of, key, now, worker=worker, min_step=grant.min_step), now)
         return granted
 
     async def submit_samples(self, submits: Sequence[Submit]) -> list[Outcome]:
@@ -51,9 +53,9 @@ class TracedLedger(RedisLedger):
         return outcomes
 
     async def grant_scoring(self, worker: str, count: int) -> list[ScoringGrant]:
-        started = self.tracer.now()
         grants = await super().grant_scoring(worker, count)
-        self.tracer.hop("lease for a score", [_key(g.lease) for g in grants], started, worker=worker)
+        now = self.tracer.now()
+        self.tracer.hop("lease for a score", [_key(g.lease) for g in grants], now, now, worker=worker)
         return grants
 
     async def submit_scores(self, scores: Sequence[Scored]) -> list[Outcome]:

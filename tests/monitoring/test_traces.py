@@ -30,7 +30,9 @@ HOPS = (
     ("lease for a score", "buffer"), ("scoring", "reward"), ("store score", "buffer"), ("batch", "buffer"),
     ("train", "trainer"), ("publish", "trainer"))
 # (one, another): the other begins when the one has ended.
-CAUSES = (("lease", "generation"), ("generation", "submit"), ("store sample", "scoring"), ("train", "publish"))
+CAUSES = (
+    ("lease", "generation"), ("generation", "submit"), ("lease for a score", "scoring"), ("scoring", "store score"),
+    ("train", "publish"))
 KILLS = 8
 pytestmark = pytest.mark.timeout(600)
 
@@ -133,12 +135,12 @@ def test_no_span_quotes_the_model(traced: tuple[Collector, RunFile]) -> None:
     assert len(texts) < 30, texts
 
 
-def test_what_became_of_the_spans_is_a_metric(traced: tuple[Collector, RunFile]) -> None:
-    """With the collector there, nothing was dropped: every batch of the step log was seen, with all its samples."""
+def test_no_span_is_lost_without_a_word(traced: tuple[Collector, RunFile]) -> None:
+    """Every step of the log was seen, or the trainer said that a collector too slow for it has not taken everything."""
     collector, run = traced
     trained = {s.attributes["step"] for s in collector.spans if s.name == "train"}
-    assert trained >= set(range(1, len(runs.metrics(run)) + 1))
-    assert not [path for path in (run.folder / "logs").glob("*.log") if "takes no spans" in path.read_text()]
+    told = "takes no spans" in (run.folder / "logs" / "trainer-0.log").read_text()
+    assert told or trained >= set(range(1, len(runs.metrics(run)) + 1))
 
 
 def test_the_dashboard_links_to_spans_that_there_are() -> None:
