@@ -13,6 +13,7 @@ from slipstream import auth_credentials, rpc
 from slipstream.cli.run_folder import RunFolder, read_json
 from slipstream.errors import SlipstreamError
 from slipstream.protos.types.v1 import status_pb2, status_pb2_grpc
+from slipstream.service import WEIGHTS
 
 ASK_S = 1.0  # a process that does not answer within this is shown as silent
 
@@ -85,7 +86,8 @@ class Survey:
     async def ask(self, address: str, service: str = "buffer") -> status_pb2.GetStatusResponse:
         """GetStatus of one process of a service. Raises SlipstreamError when it does not answer."""
         if address not in self._channels:
-            self._channels[address] = rpc.channel(address, credentials=self._credentials, peer=service)
+            peer = "buffer" if service == WEIGHTS else service
+            self._channels[address] = rpc.channel(address, credentials=self._credentials, peer=peer)
         stub = status_pb2_grpc.StatusServiceStub(self._channels[address])
         return await rpc.call(stub.GetStatus, status_pb2.GetStatusRequest(), ASK_S)
 
