@@ -16,10 +16,11 @@ from services.trainer.parallel.context_attention import repeats
 from slipstream.errors import ConfigError
 from slipstream.model import build
 from tests.parallel import context_cases, ranks
-from tests.parallel.families import FAMILIES
+from tests.parallel.families import COMMON, FAMILIES
 from tests.trainer_samples import CHARS, run_file
 
 EXACT = 1e-12
+JAMBA = COMMON | dict(num_experts=4, intermediate_size=32, mamba_d_state=4, mamba_dt_rank=4)
 SEQUENCE = dict(policy_loss="gspo", aggregation="sequence_mean", entropy_coefficient=0.01)
 MATRIX: dict[int, list[tuple[Any, ...]]] = {
     2: [
@@ -101,7 +102,7 @@ def test_a_step_on_shared_sequences_is_that_of_one_process(size: int, number: in
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_a_family_with_more_than_attention_is_found_out_by_trying() -> None:
-    """Without `fits`, which knows linear attention by name: the probe at the start refuses it on every rank."""
+    """Linear attention that is not gathered: the look at the start refuses it on every rank."""
     for message in ranks.run(2, context_cases.undivided):
         assert "computes something else from divided sequences" in message
 
@@ -166,11 +167,11 @@ def test_heads_of_keys_are_repeated_no_more_than_needed(heads: int, keys: int, s
 @pytest.mark.parametrize(("family", "shape", "settings", "told"), [
     ("qwen3_moe", {}, dict(ranks=4, context=4), "4 (context x tensor) does not divide its 2 attention heads"),
     ("qwen3_moe", {}, dict(ranks=4, context=2, tensor=2), "4 (context x tensor) does not divide its 2 attention heads"),
-    ("qwen3_next", {}, dict(ranks=2, context=2), "linear_attention"),
+    ("jamba", JAMBA, dict(ranks=2, context=2), "its layers (linear_attention) do more"),
     ("qwen3_moe", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, dict(ranks=2, context=2), "rope_type dynamic"),
 ])
 def test_what_cannot_be_divided_is_refused_by_name(family: str, shape: dict, settings: dict, told: str) -> None:
-    made = {"model_type": family, "tokenizer_chars": CHARS, "config": FAMILIES[family] | shape}
+    made = {"model_type": family, "tokenizer_chars": CHARS, "config": FAMILIES.get(family, {}) | shape}
     run = run_file(model={"build": made}, trainer={"parallel": settings})
     with pytest.raises(ConfigError, match=r"trainer\.parallel\.context = \d does not fit") as error:
         context.fits(build(run.model, 1)[0], run.trainer.parallel)

@@ -27,7 +27,7 @@ import torch
 from torch import distributed as dist
 
 from services.trainer.packing import PAD_ID, Microbatch
-from services.trainer.parallel.context_attention import PREFIX, WITHIN, dividing
+from services.trainer.parallel.context_attention import PREFIX, WITHIN, dividing, whole_rows
 from slipstream import config
 from slipstream.errors import ConfigError
 
@@ -66,6 +66,8 @@ class Context:
         """Let the model's attention be divided when `dividing` says so. Returns it."""
         if self.size > 1:
             model.set_attn_implementation(PREFIX + model.config.get_text_config()._attn_implementation)
+            for module in linear(model):
+                whole_rows(module)
         return model
 
     @contextmanager
@@ -164,6 +166,11 @@ def _piece(values: np.ndarray, start: int, own: int, fill: int) -> np.ndarray:
     return found
 
 
+def linear(model: Any) -> list[Any]:
+    """Modules of linear attention, by the name that families of Qwen3-Next's kind give them."""
+    return [module for name, module in model.named_modules() if name.rpartition(".")[2] == "linear_attn"]
+
+
 def fits(model: Any, settings: config.Parallel) -> None:
     """Raises ConfigError, with the remedy, for families whose sequences cannot be divided by heads."""
     if settings.context == 1:
@@ -171,17 +178,18 @@ def fits(model: Any, settings: config.Parallel) -> None:
     shape, name = model.config.get_text_config(), type(model).__name__
     split = settings.context * settings.tensor
     heads = int(shape.num_attention_heads)
-    odd = sorted(set(getattr(shape, "layer_types", None) or ()) - {"full_attention", "sliding_attention", "chunked_attention"})
+    known = {"full_attention", "sliding_attention", "chunked_attention", *(["linear_attention"] if linear(model) else [])}
+    odd = sorted(set(getattr(shape, "layer_types", None) or ()) - known)
     rope = getattr(shape, "rope_parameters", None) or {}
     ropes = {str(part.get("rope_type", "")) for part in (rope, *rope.values()) if isinstance(part, dict)}
     within, why = shape._attn_implementation, ""
     if heads % split:
         why = f"{split} (context x tensor) does not divide its {heads} attention heads; lower it"
-    elif model._is_stateful or odd:
+    elif odd or (model._is_stateful and not linear(model)):
         why = f"its layers ({', '.join(odd) or 'recurrent'}) do more along a sequence than attention by heads"
     elif found := ropes & {"dynamic", "longrope"}:
         why = f"its rope_type {', '.join(found)} depends on the length of the whole sequence"
-    elif not (model._can_set_attn_implementation() and model._supports_attention_backend) or within not in WITHIN:
+    elif not model._can_set_attn_implementation() or within not in WITHIN:
         why = f"its attention ({within}) does not go through transformers' attention interface"
     if why:
         raise ConfigError(

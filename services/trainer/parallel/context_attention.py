@@ -106,6 +106,31 @@ def _to_heads(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list
         for part, x in zip(came, tensors, strict=True)]
 
 
+def gathered(hidden: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[R, t, H] of each rank -> [R, T, H] on all of them. Gradients of all ranks are added up. Collective."""
+    blocks = _Swap.apply(hidden.expand(group.size(), *hidden.shape), group)
+    return blocks.transpose(0, 1).reshape(len(hidden), -1, hidden.shape[-1])  # pyright: ignore
+
+
+def whole_rows(module: Any) -> None:
+    """Let a module with a state along the sequence (linear attention) compute whole rows on every rank, and keep its tokens.
+
+    That divides neither its work nor what it keeps for the backward pass; of the gradient each rank has the part of its tokens.
+    """
+    def before(_: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if (group := _sharing) is None:
+            return None
+        if args:
+            return (gathered(args[0], group), *args[1:]), options
+        return args, options | {"hidden_states": gathered(options["hidden_states"], group)}
+
+    def after(_: Any, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor | None:
+        return None if _sharing is None else output.chunk(_sharing.size(), dim=1)[_sharing.rank()]
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(after)
+
+
 class _Heads:
     """An attention module as its own implementation may see it: with this rank's heads."""
 
