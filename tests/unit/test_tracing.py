@@ -175,6 +175,11 @@ def test_settings_that_cannot_work_are_told_in_one_line(tmp_path, monkeypatch):
         tracer(endpoint="collector:4317")
 
 
+def test_traces_are_switched_on_for_one_service_at_a_time():
+    """The buffer refuses workers of another run file; the section is no part of what it compares."""
+    assert run_file().hash == run_file(endpoint="collector:4317", sample_share=0.5, insecure=True).hash
+
+
 def test_whoever_writes_an_environment_can_go_on_with_the_trace():
     """Over gRPC and into the thread that runs the user's code."""
     seen = []
