@@ -29,7 +29,7 @@ local first = pack(TIME, now)
 local function grant(d, i, queue)
   local g, name = group(d), member(d, i)
   if not g or seen[name] then return end
-  local sample, pinned = samples(g)[i + 1], 0
+  local sample, pinned = sample_of(g, d, i + 1), 0
   if sample.a >= rules.max_attempts then
     fail(d, i, sample, 'attempts')
     return settle(d)
@@ -62,7 +62,11 @@ local function grant_queue(queue, top)  -- changes are written at the end, so th
   local offset, page = 0, max(64, request.count)
   while room() do
     local members, draws = call('ZRANGEBYSCORE', K[queue], '-inf', top, 'LIMIT', offset, page), {}
-    for n, sample in ipairs(members) do draws[n] = split(sample) end
+    for n, sample in ipairs(members) do
+      local d, i = split(sample)
+      draws[n] = d
+      want(d, i)
+    end
     preload(draws)
     for _, sample in ipairs(members) do
       if not room() then return end

@@ -17,12 +17,16 @@ local function grant(d, i, sample)
 end
 local function in_state(d, i, state)  -- the sample, if it is
   local g = group(d)
-  local sample = g and samples(g)[i + 1]
+  local sample = g and sample_of(g, d, i + 1)
   return sample and sample.st == state and sample or nil
 end
 
 local expired, draws = call('ZRANGEBYSCORE', K.scoring, '-inf', due()), {}
-for n, name in ipairs(expired) do draws[n] = split(name) end
+for n, name in ipairs(expired) do
+  local d, i = split(name)
+  draws[n] = d
+  want(d, i)
+end
 preload(draws)
 for _, name in ipairs(expired) do
   if granted() < request.count then
@@ -41,7 +45,11 @@ end
 -- An entry of the stream names up to 64 samples. It stays until none of them waits any more.
 local function grant_entry(members)
   local draws = {}
-  for position = 1, #members, 12 do draws[#draws + 1] = unpacked(MEMBER, members, position) end
+  for position = 1, #members, 12 do
+    local d, i = unpacked(MEMBER, members, position)
+    draws[#draws + 1] = d
+    want(d, i)
+  end
   preload(draws)
   for position = 1, #members, 12 do
     if granted() >= request.count then return false end

@@ -48,23 +48,74 @@ local function unpack_group(raw)
   return {e = e, x = x, n = n, t = t, m = m, p = p, q = q, quiet = quiet, st = st, k = k, r = r, b = b, rid = rid, raw = raw,
     rest = rest}
 end
-local function samples(g)
+local function unpack_sample(raw, position)
+  local st, a, sa, holder, part, info, scorer, ended, after = unpacked(SAMPLE, raw, position)
+  return {st = st, a = a, sa = sa, holder = holder, part = part, info = info, scorer = scorer, ended = ended}, after
+end
+local function pack_sample(s)
+  return pack(SAMPLE, s.st, s.a, s.sa, #s.holder, s.holder, #s.part, s.part, #s.info, s.info, #s.scorer, s.scorer, #s.ended,
+    s.ended)
+end
+local function samples(g)  -- all of them
   if g.s then return g.s end
-  local list, raw, position = {}, g.raw, g.rest
+  local list, raw, position, some = {}, g.raw, g.rest, g.some or {}
   for i = 1, g.n do
-    local st, a, sa, holder, part, info, scorer, ended, after = unpacked(SAMPLE, raw, position)
-    list[i] = {st = st, a = a, sa = sa, holder = holder, part = part, info = info, scorer = scorer, ended = ended}
-    position = after
+    list[i], position = unpack_sample(raw, position)
+    list[i] = some[i] or list[i]
   end
   g.s = list
   return list
 end
+-- One sample, from 1. Calls are about a few samples of many groups, and the others stay packed: `some` are those that somebody
+-- looked at, `at` is where each begins. `wanted`, draw -> {position = true}, are known before.
+local wanted = {}
+local function want(d, i)
+  local these = wanted[d]
+  if not these then
+    these = {}
+    wanted[d] = these
+  end
+  these[i + 1] = true
+end
+local function cut(g, d)
+  local at, some, raw, position, these = {}, {}, g.raw, g.rest, wanted[d] or {}
+  for i = 1, g.n do
+    at[i] = position
+    if these[i] then
+      some[i], position = unpack_sample(raw, position)
+    else
+      position = select(9, unpacked(SAMPLE, raw, position))
+    end
+  end
+  g.at, g.some = at, some
+end
+local function sample_of(g, d, i)
+  if g.s then return g.s[i] end
+  if i > g.n then return nil end
+  if not g.at then cut(g, d) end
+  if not g.some[i] then g.some[i] = unpack_sample(g.raw, g.at[i]) end
+  return g.some[i]
+end
+local function state_of(g, i)  -- of a sample in a group of which one was looked at
+  local sample = g.s and g.s[i] or g.some[i]
+  return sample and sample.st or (unpacked('<s', g.raw, g.at[i]))
+end
 local function pack_group(g)
   local parts = {pack(GROUP, #g.e, g.e, g.x, g.n, g.t, g.m, g.p, g.q, g.quiet, g.st, g.k, g.r, g.b, #g.rid, g.rid)}
-  if not g.s then return parts[1] .. string.sub(g.raw, g.rest) end
-  for i, s in ipairs(g.s) do
-    parts[i + 1] = pack(SAMPLE, s.st, s.a, s.sa, #s.holder, s.holder, #s.part, s.part, #s.info, s.info, #s.scorer, s.scorer,
-      #s.ended, s.ended)
+  if g.s then
+    for i, s in ipairs(g.s) do parts[i + 1] = pack_sample(s) end
+  elseif g.some then
+    local first = 1  -- of those that were packed all the time and are not in `parts` yet
+    for i = 1, g.n do
+      if g.some[i] then
+        if first < i then parts[#parts + 1] = sub(g.raw, g.at[first], g.at[i] - 1) end
+        parts[#parts + 1] = pack_sample(g.some[i])
+        first = i + 1
+      end
+    end
+    if first <= g.n then parts[#parts + 1] = sub(g.raw, g.at[first]) end
+  else
+    parts[2] = sub(g.raw, g.rest)
   end
   return table.concat(parts)
 end
@@ -271,6 +322,9 @@ end
 local function settle(d)  -- nothing when it is finished already
   local g, closed, late, steps, seen, reward, signal = group(d), false, false, {}, {}, nil, false
   if not g or g.st ~= 'open' then return end
+  for i = 1, g.at and g.n or 0 do
+    if not TERMINAL[state_of(g, i)] then return end
+  end
   for _, sample in ipairs(samples(g)) do
     if not TERMINAL[sample.st] then return end
     closed = closed or sample.st == 'closed'
@@ -311,13 +365,14 @@ local function read_leases()  -- those that a request is about
     if run[4] < 1 then run[5] = math.huge end  -- no attempt is below 1: nobody was ever granted this
     list[#list + 1] = run
     draws[#list] = run[1]
+    for i = run[2], run[2] + run[3] - 1 do want(run[1], i) end
   end
   preload(draws)
   return list
 end
 local function find(d, i, epoch)
   local g = epoch == meta.epoch and group(d)
-  return g and samples(g)[i + 1] or nil
+  return g and sample_of(g, d, i + 1) or nil
 end
 local function absent(d, epoch)  -- outcome for a lease without a record
   if epoch < meta.epoch then return 'outdated' end
@@ -345,12 +400,9 @@ local function oldest_granted(g)  -- asked of every open group when a batch is n
   local oldest, raw, position = nil, g.raw, g.rest
   for i = 1, g.n do
     local st, holder, part, info, _
-    if g.s then
-      local sample = g.s[i]
-      st, holder, part, info = sample.st, sample.holder, sample.part, sample.info
-    else
-      st, _, _, holder, part, info, _, _, position = unpacked(SAMPLE, raw, position)
-    end
+    if not g.s then st, _, _, holder, part, info, _, _, position = unpacked(SAMPLE, raw, position) end
+    local sample = g.s and g.s[i] or g.some and g.some[i]
+    if sample then st, holder, part, info = sample.st, sample.holder, sample.part, sample.info end
     local steps = ''
     if st == 'leased' or st == 'partial' then
       steps = sub(holder, 1, 8) .. sub(part, 5)

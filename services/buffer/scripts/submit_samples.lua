@@ -69,7 +69,7 @@ table.sort(finished)
 for _, d in ipairs(finished) do settle(d) end  -- once all are taken, so that their order does not matter
 for _, pair in ipairs(beside) do  -- what came for nothing
   local d, i = unpack(pair)
-  local sample = group(d) and samples(group(d))[i + 1]
+  local sample = group(d) and sample_of(group(d), d, i + 1)
   if not sample or not HELD[sample.st] then forget('bodies', member(d, i)) end
 end
 set('estimate', estimate)
