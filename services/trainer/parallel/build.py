@@ -5,8 +5,8 @@
         from a seed         every number that one process would draw, drawn in its order; this rank keeps its own
 
 A rank needs its shards and, while they are filled, one module of the model (a seed) or what transformers has read ahead (a
-directory). Three kinds of models every rank still builds whole: a GGUF file, which is no format of parts; one with an adapter,
-which is attached to weights; a directory with tied embeddings, which transformers ties too late for FSDP.
+directory). Two kinds every rank still builds whole: a GGUF file, which is no format of parts, and a directory with tied
+embeddings, which transformers ties too late for FSDP.
 
 A seed gives the bits of one process. Constructors and `_init_weights` draw from one generator, submodels in between, so a first
 pass draws everything into memory that is dropped, and notes the generator's state before each module; the second draws each
@@ -60,7 +60,7 @@ def spread(
     `prepare` gets model and tokenizer of the whole, maybe without memory, and returns what of the model is wanted: it, or a
     submodel. Raises ConfigError for a model that cannot be built, or does not fit the mesh.
     """
-    if settings.gguf_file or settings.lora is not None:
+    if settings.gguf_file:
         return _whole(run, settings, device, prepare)
     shape, tokenizer = outline(settings)
     if settings.build is None and shape.get_text_config().tie_word_embeddings:
