@@ -104,7 +104,8 @@ def undivided() -> str:
     torch.manual_seed(0)
     settings = config.Parallel(ranks=dist.get_world_size(), context=dist.get_world_size())
     shape = {"model_type": "qwen3_next", "tokenizer_chars": CHARS, "config": FAMILIES["qwen3_next"]}
-    model, _ = build(run_file(model={"build": shape}).model, 1)
+    built: Any = build(run_file(model={"build": shape}).model, 1)
+    model, _ = built
     shared = Context(settings)
     model.set_attn_implementation(context_attention.PREFIX + "sdpa")  # `attach` would gather for the linear layers
     try:
