@@ -83,7 +83,7 @@ test-monitoring: $(VENV)/.charts  ## alert rules, dashboards, traces, and what a
 images:  ## container images of all services, with docker, podman or buildah; see docs/eks.md for REGISTRY, TAG and EXTRA
 	tools/build_images.sh
 
-test-parallel: $(VENV)/.test  ## the trainer on 2 and 4 ranks, ten families of experts, exchanges and the fabric (two minutes)
+test-parallel: $(VENV)/.test  ## the trainer on 2 and 4 ranks, every feature, ten families of experts, exchanges, the fabric (five minutes)
 	$(BIN)/python -m pytest -m '' tests/parallel -k 'not fault and not rank_is_lost and not gpu'
 
 test-parallel-faults: $(VENV)/.test  ## mistakes of the DeepEP adapter, each of which the contract catches; ranks that die: nightly

@@ -21,6 +21,7 @@ from services.trainer.parallel.learner import ShardedLearner
 from slipstream import config
 from slipstream.errors import InvalidInput
 from slipstream.sample import Sample, Segment
+from tests.parallel import families
 from tests.parallel.exact import exact
 from tests.trainer_samples import CHARS, FAMILIES, groups, run_file
 
@@ -43,14 +44,22 @@ CASES: dict[str, dict[str, Any]] = {
         algorithm={"preset": "ppo", "kl": "k1", "kl_in": "reward", "kl_coefficient": 0.3},
         critic={"learning_rate": 1e-3, "updates": 2}),
 }
+CASES |= {  # no feature, another family
+    family: dict(model={"build": {"model_type": family, "tokenizer_chars": CHARS, "config": shape}})
+    for family, shape in families.FAMILIES.items() if family != "qwen3_moe"}
+SINGLE = ("deepseek_v3", "glm4_moe")  # their routers stay float32 in a float64 model, and FSDP wants one type in a layer
 METRICS = (
     "loss", "grad_norm", "entropy", "gap_mean", "k3", "clip_share", "ess", "trained_tokens", "reward_mean", "tokens", "skipped",
     "expert_load_max", "expert_load_mean", "dead_experts", "balance_loss", "router_z_loss", "route_flip_share",
     "value_loss", "value_mean", "explained_variance", "critic_grad_norm", "value_clip_share", "teacher_kl")
 
 
-def run(case: str, parallel: dict[str, Any], folder: str = "", tokens: int = 48, **model: Any) -> config.RunFile:
-    """Of a case, in float64, with a head of keys and values for each of two tensor-parallel ranks; `model` configures it."""
+def run(
+    case: str, parallel: dict[str, Any], folder: str = "", tokens: int = 48, seed: int = 0, **model: Any,
+) -> config.RunFile:
+    """Of a case, in float64 if the family can, with a head of keys and values for each of two tensor-parallel ranks; `model`
+    configures it.
+    """
     sections: dict[str, Any] = {name: dict(values) for name, values in CASES[case].items()}
     if "teacher" in sections.get("algorithm", {}):
         sections["algorithm"]["teacher"] = folder
@@ -58,8 +67,9 @@ def run(case: str, parallel: dict[str, Any], folder: str = "", tokens: int = 48,
     build = {"model_type": "qwen3_moe", "tokenizer_chars": CHARS, "config": shape}
     trainer = dict(learning_rate=1e-3, tokens_per_microbatch=tokens, max_grad_norm=0.05, parallel=parallel)
     model_section = {"build": build, "experts": "batched_mm", **sections.pop("model", {})}
-    found = run_file(model=model_section, trainer=trainer, **sections)
-    return found.model_copy(update={"model": found.model.model_copy(update={"dtype": "float64"})})
+    found = run_file(model=model_section, trainer=trainer, run={"seed": seed}, **sections)
+    dtype = "float32" if case in SINGLE else "float64"
+    return found.model_copy(update={"model": found.model.model_copy(update={"dtype": dtype})})
 
 
 def batch(case: str, number: int) -> list[Group]:
@@ -79,7 +89,7 @@ def batch(case: str, number: int) -> list[Group]:
 
 def teacher(folder: Path) -> str:
     """A model of the same vocabulary with other weights, as a directory."""
-    made = Learner(run_file(family="qwen3_moe", run={"seed": 7}))
+    made = Learner(run("plain", {}, seed=7))
     made.save_pretrained(folder)
     return str(folder)
 

@@ -16,6 +16,7 @@ from services.trainer.nonfinite import Culprit
 from tests.parallel import equality_cases, ranks
 from tests.parallel.equality_cases import CASES, METRICS
 
+pytestmark = pytest.mark.timeout(400)
 TWO = dict(ranks=2, experts=2, exchange="flat")
 ALL = dict(ranks=4, experts=4, exchange="hierarchical", ranks_per_node=2)
 HALF = dict(ranks=4, experts=2, exchange="flat")
@@ -23,7 +24,7 @@ SPLIT = dict(ranks=4, experts=2, tensor=2, exchange="flat")
 JOBS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "two": [("everything", TWO), ("critic", TWO), ("adapter", TWO), ("misled", TWO), ("culprits", TWO)],
     "each": [
-        *((case, TWO) for case in CASES if case != "adapted_experts"),
+        *((case, TWO) for case in CASES if case != "adapted_experts"),  # also nine more families, without a feature
         *(("everything", TWO | other) for other in (
             {"recompute": True}, {"context": 2}, {"exchange": "copy"}, {"exchange": "all_gather"}, {"experts": 1})),
         ("critic", TWO | {"context": 2}), *(("adapter", TWO | other) for other in ({"recompute": True}, {"context": 2})),
@@ -69,19 +70,21 @@ def many(request: pytest.FixtureRequest, size: str, number: int, folder: str) ->
     if size == "two":
         return [found[number] for found in request.getfixturevalue("two")]
     job = JOBS[size][number]
-    return [found for [found] in ranks.run(job[1]["ranks"], equality_cases.world, [job], folder, timeout_s=200)]
+    return [found for [found] in ranks.run(job[1]["ranks"], equality_cases.world, [job], folder, timeout_s=400)]
 
 
 def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Gradients to 1e-12 of their largest entry, figures to 1e-9."""
+    """Gradients to 1e-12 of their largest entry, figures to 1e-9; in float32 to 1e-5."""
     assert set(found["gradients"]) == set(expected["gradients"])
+    single = any(value.dtype == np.float32 for value in expected["gradients"].values())
     for name, value in expected["gradients"].items():
         np.testing.assert_allclose(
-            found["gradients"][name], value, rtol=0, atol=1e-12 * np.abs(value).max(), err_msg=name)
+            found["gradients"][name], value, rtol=0, atol=(1e-5 if single else 1e-12) * np.abs(value).max(), err_msg=name)
     for one, other in zip(found["metrics"], expected["metrics"], strict=True):
         for name in METRICS:
             value = other.get(name)
-            assert one.get(name) == (value if value is None else pytest.approx(value, rel=1e-9, abs=1e-9)), name
+            close = 1e-5 if single else 1e-9
+            assert one.get(name) == (value if value is None else pytest.approx(value, rel=close, abs=close)), name
 
 
 @pytest.mark.parametrize(("size", "number"), of(*CASES))
