@@ -22,6 +22,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import re
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -259,8 +260,9 @@ async def stored_versions(store: ObjectStore) -> list[tuple[policy_pb2.PolicyVer
     own number without one). Number and incarnation are all that is known of a version here."""
     found: dict[tuple[int, int], int] = {}
     for key in await store.list("versions/"):
-        number, _, incarnation = key.split("/")[1].partition("-")
-        place = int(number), int(incarnation)
+        if not (named := re.match(r"versions/(\d+)-(\d+)/", key)):
+            continue  # somebody else's
+        place = int(named[1]), int(named[2])
         found.setdefault(place, place[0])
         if key.endswith("/manifest.json"):
             with contextlib.suppress(InvalidInput):  # gone meanwhile, or damaged: no chain hangs on it

@@ -39,7 +39,7 @@ class Trainer:
 
 
 async def numbers(store: FileStore) -> list[int]:
-    return sorted({int(key.split("/")[1].split("-")[0]) for key in await store.list("versions/")})
+    return sorted({int(key.split("/")[1].split("-")[0]) for key in await store.list("versions/0")})
 
 
 async def readable(store: FileStore, version: PolicyVersion) -> bool:
@@ -79,12 +79,13 @@ async def test_what_a_dead_trainer_left_is_collected(tmp_path: Path) -> None:
         await first.publish(number)
     await first.publish(9, announce=False)
     await store.put("versions/00000010-1/model.safetensors", b"half")
+    await store.put("versions/notes.txt", b"a person's")  # is nobody's version, and stays
     assert await numbers(store) == [5, 6, 7, 8, 9, 10]
     second = Trainer(store, first.ledger, 2)
     await second.publish(11, orphans=True)
     assert await numbers(store) == [5, 6, 7, 8, 11] and all([await readable(store, v) for v in second.ledger])
     await second.publish(12)
-    assert await numbers(store) == [11, 12]
+    assert await numbers(store) == [11, 12] and await store.get("versions/notes.txt")
     assert all([await readable(store, v) for v in second.ledger])
 
 
