@@ -1,4 +1,4 @@
-"""Hand in finished samples over one stream: frames of about 1 MB, and none waits for the answer to the one before.
+"""Hand in finished samples over one stream: frames of about 2 MB, and none waits for the answer to the one before.
 
 consumes      finished samples         produces: one result for each, in their order
 waits for     the buffer's answers     unblocked by: an answer to each frame; the end of the stream, after which what was not
@@ -17,7 +17,7 @@ from slipstream.errors import SlipstreamError, Unavailable
 from slipstream.lifecycle import Clock, Waits
 from slipstream.protos.buffer.v1.samples_pb2 import StreamSamplesResponse, SubmitResult, SubmittedSample
 
-FRAME_BYTES = 1 << 20
+FRAME_BYTES = 2 << 20  # less of them costs more for each byte; more, and there are too few in hand to keep both sides busy
 METHOD = "/slipstream.buffer.v1.SampleService/StreamSamples"
 _WORKER, _SAMPLES, _BODY = b"\x0a", b"\x12", b"\x12"  # tags: StreamSamplesRequest.worker, .samples, SubmittedSample.body
 

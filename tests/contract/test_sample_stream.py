@@ -28,6 +28,11 @@ TOKENS = 20_000  # 160 KB a body: six in a frame
 GROUPS, SIZE = 8, 4
 
 
+@pytest.fixture(autouse=True)
+def frames_of_a_megabyte(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample_stream, "FRAME_BYTES", 1 << 20)
+
+
 def finished(lease: samples_pb2.SampleLease, tokens: int = TOKENS) -> Handed:
     """What a worker hands in, with its reward; no two bodies are alike."""
     rng = np.random.default_rng(lease.seed)

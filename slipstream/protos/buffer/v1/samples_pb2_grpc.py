@@ -96,7 +96,7 @@ class SampleServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def StreamSamples(self, request_iterator, context):
-        """The same for many and large samples: frames of about 1 MB without waiting for each answer, and one answer for each frame, in
+        """The same for many and large samples: frames of about 2 MB without waiting for each answer, and one answer for each frame, in
         their order, once its samples are durable. A broken stream loses nothing and doubles nothing: frames that were not answered
         are handed in again, by another stream or by SubmitSamples. Errors: as SubmitSamples for each sample; UNAVAILABLE ends the
         stream. Flow control holds the caller back while too much waits for its answer.

@@ -45,7 +45,7 @@ class SampleServiceStub:
     OUTCOME_OUTDATED, a malformed body INVALID_ARGUMENT. RESOURCE_EXHAUSTED carries RetryInfo.
     """
     StreamSamples: _grpc.StreamStreamMultiCallable[_samples_pb2.StreamSamplesRequest, _samples_pb2.StreamSamplesResponse]
-    """The same for many and large samples: frames of about 1 MB without waiting for each answer, and one answer for each frame, in
+    """The same for many and large samples: frames of about 2 MB without waiting for each answer, and one answer for each frame, in
     their order, once its samples are durable. A broken stream loses nothing and doubles nothing: frames that were not answered
     are handed in again, by another stream or by SubmitSamples. Errors: as SubmitSamples for each sample; UNAVAILABLE ends the
     stream. Flow control holds the caller back while too much waits for its answer.
@@ -72,7 +72,7 @@ class SampleServiceAsyncStub(SampleServiceStub):
     OUTCOME_OUTDATED, a malformed body INVALID_ARGUMENT. RESOURCE_EXHAUSTED carries RetryInfo.
     """
     StreamSamples: _aio.StreamStreamMultiCallable[_samples_pb2.StreamSamplesRequest, _samples_pb2.StreamSamplesResponse]  # type: ignore[assignment]
-    """The same for many and large samples: frames of about 1 MB without waiting for each answer, and one answer for each frame, in
+    """The same for many and large samples: frames of about 2 MB without waiting for each answer, and one answer for each frame, in
     their order, once its samples are durable. A broken stream loses nothing and doubles nothing: frames that were not answered
     are handed in again, by another stream or by SubmitSamples. Errors: as SubmitSamples for each sample; UNAVAILABLE ends the
     stream. Flow control holds the caller back while too much waits for its answer.
@@ -120,7 +120,7 @@ class SampleServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_samples_pb2.StreamSamplesRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_samples_pb2.StreamSamplesResponse], _abc.AsyncIterator[_samples_pb2.StreamSamplesResponse]]:
-        """The same for many and large samples: frames of about 1 MB without waiting for each answer, and one answer for each frame, in
+        """The same for many and large samples: frames of about 2 MB without waiting for each answer, and one answer for each frame, in
         their order, once its samples are durable. A broken stream loses nothing and doubles nothing: frames that were not answered
         are handed in again, by another stream or by SubmitSamples. Errors: as SubmitSamples for each sample; UNAVAILABLE ends the
         stream. Flow control holds the caller back while too much waits for its answer.
