@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from services.trainer.chain import Chain
 from slipstream.manifest import Held, RawTensor, delete_version, read_manifest, read_tensors, write_version
 from slipstream.objects import FileStore
 from slipstream.protos.types.v1.policy_pb2 import PolicyVersion
+from tests.fake_buffer import FakeBuffer
+from tests.trainer_samples import run_file
+from tests.unit.test_trainer_loop import train
 from tests.unit.test_version_patches import _weights
 
 FULL_EVERY, KEEP = 4, 2
@@ -110,3 +115,17 @@ async def test_held_is_what_the_next_version_is_a_patch_of(tmp_path: Path) -> No
         parents.append(trainer.chain.parent)
         await trainer.publish(number)
     assert [p and p.version.number for p in parents] == [None, 1, 2, 3, None, 5]
+
+
+@pytest.mark.parametrize("after_s, stays", [(0.0, False), (600.0, True)])
+async def test_a_trainer_looks_for_them_once_nobody_can_hold_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after_s: float, stays: bool
+) -> None:
+    """Not right after its start: somebody may still read a version that is void by now and in no list."""
+    monkeypatch.setattr("services.trainer.publish.ORPHANS_S", after_s)
+    store = FileStore(tmp_path / "objects")
+    await store.put("versions/00000003-7/model.safetensors", b"half")
+    buffer = FakeBuffer(steps=1)
+    buffer.number = 5
+    assert await train(buffer, run_file(str(tmp_path), run={"steps": 1})) == 0
+    assert await numbers(store) == ([3, 6, 7] if stays else [6, 7])
