@@ -7,12 +7,12 @@ Same warm-up, tasks, optimizer and random streams in all arms; rewards are means
 processes on two cores.
 
     on policy           the default preset at lag 0: what old data is measured against
-    at --lag            `clip` (async-moe), `decoupled`, `gspo`, `dppo`, `two steps` (decoupled PPO with two optimizer steps per
-                        batch: its anchor is a pass before them, whose routes both replay): each must learn; and controls
-                        without a trust region. `reinforce` takes old data as if it were fresh, which a run file may not ask
-                        for; `truncated` weighs it by min(pi / mu, 2) and no more; `cispo` caps the weight on both sides and
-                        lets every gradient pass
+    at --lag            `clip` (async-moe), `decoupled`, `gspo`, `dppo`: each must learn; and controls without a trust region.
+                        `reinforce` takes old data as if it were fresh, which a run file may not ask for; `truncated` weighs it
+                        by min(pi / mu, 2) and no more; `cispo` caps the weight on both sides and lets every gradient pass
     presets at lag 1    `grpo`, `dapo`, `gspo-moe`, `async-moe`, `ppo` as they are, at the demo's lag
+    two steps, lag 1    two optimizer steps per batch, both with the trainer's own routes of a pass before them: `two steps` is
+                        anchored at the sampler, `two steps decoupled` at that pass, with a truncated weight
 
     start               mean reward of the first batch
     worst_corrected, best_control       gain of the last ten steps over the first batch of the same seed: lowest of the former,
@@ -49,7 +49,6 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
     "decoupled": {"anchor": "interpolated", "correction": "truncated"},
     "gspo": {"preset": "gspo-moe", "clip_low": 3e-3, "clip_high": 4e-3},
     "dppo": {"policy_loss": "dppo_tv", "clip_high": 0.2},
-    "two steps": {"anchor": "recomputed", "correction": "truncated", "route_replay": "trainer"},
     "cispo": {"policy_loss": "cispo"},
     "truncated": {"anchor": "recomputed", "correction": "truncated"},
     "reinforce": {"anchor": "recomputed", "correction": "none"},
@@ -58,14 +57,17 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
     "preset gspo-moe": {"preset": "gspo-moe"},
     "preset async-moe": {"preset": "async-moe"},
     "preset ppo": {"preset": "ppo"},
+    "two steps": {"route_replay": "trainer"},
+    "two steps decoupled": {"anchor": "recomputed", "correction": "truncated", "route_replay": "trainer"},
 }
 # Arms with more than one optimizer step per batch: their [trainer] on top of the demo's.
-TRAINER: Mapping[str, Mapping[str, Any]] = {"two steps": {"minibatches": 2}}
+TRAINER: Mapping[str, Mapping[str, Any]] = {arm: {"minibatches": 2} for arm in ARMS if arm.startswith("two steps")}
+AT_DEMO_LAG = ("preset", "two steps")  # how the names of arms begin that are not asked to bear old data
 
 
 def lag_of(arm: str, lag: int) -> int:
     """How old an arm's data is."""
-    return 0 if arm == ON_POLICY else 1 if arm.startswith("preset") else lag
+    return 0 if arm == ON_POLICY else 1 if arm.startswith(AT_DEMO_LAG) else lag
 
 
 def run_of(arm: str, seed: int, steps: int, lag: int) -> RunFile:
@@ -111,7 +113,7 @@ def figures_of(curves: Mapping[str, Mapping[int, list[float]]]) -> dict[str, Any
         f"final_{key_of(arm)}": statistics.fmean(values) for arm, values in final.items()}
     gains = {arm: [statistics.fmean(curve[-WINDOW:]) - curve[0] for curve in found.values()] for arm, found in curves.items()}
     corrected = [gain for arm, found in gains.items() for gain in found
-                 if arm not in (*CONTROLS, ON_POLICY) and not arm.startswith("preset")]
+                 if arm not in (*CONTROLS, ON_POLICY) and not arm.startswith(AT_DEMO_LAG)]
     if corrected:
         figures |= {"worst_corrected": min(corrected), "corrected_learn": min(corrected) >= GAIN}
     if controls := [gain for arm in CONTROLS for gain in gains.get(arm, ())]:
