@@ -91,6 +91,36 @@ async def test_calls_that_arrive_together_become_one() -> None:
     assert isinstance(results[1], asyncio.CancelledError)
 
 
+async def test_much_is_on_its_way_while_the_call_before_is_executed() -> None:
+    """Of at least `most_bytes`: a second call beside the first, no third; and what is little waits, to be folded."""
+    gate, seen = asyncio.Event(), []
+
+    async def apply(items: list[int]) -> list[int]:
+        seen.append(list(items))
+        await gate.wait()
+        return [-item for item in items]
+
+    async def call(*items: int) -> None:
+        calls.append(asyncio.create_task(fold(items)))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    fold, calls = Fold(apply, size=lambda item: item, most_bytes=10), []
+    await call(10)
+    await call(4, 1)
+    await call(4)
+    assert seen == [[10]]
+    await call(3)
+    assert seen == [[10], [4, 1, 4, 3]]
+    await call(20)
+    await call(1)
+    await call(2)
+    assert len(seen) == 2
+    gate.set()
+    assert await asyncio.gather(*calls) == [[-10], [-4, -1], [-4], [-3], [-20], [-1], [-2]]
+    assert seen[2:] == [[20], [1, 2]]
+
+
 async def test_a_poll_sees_a_change_that_comes_while_it_looks() -> None:
     changes, looks = Changes(slow_poll_s=60), []
 
