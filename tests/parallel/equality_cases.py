@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
 from services.trainer.learner import Learner
 from services.trainer.packing import Group, Member
@@ -20,6 +22,7 @@ from services.trainer.parallel import mesh
 from services.trainer.parallel.learner import ShardedLearner
 from slipstream import config
 from slipstream.errors import InvalidInput
+from slipstream.model import raw
 from slipstream.sample import Sample, Segment
 from tests.parallel import families
 from tests.parallel.exact import exact
@@ -121,8 +124,16 @@ def trained(learner: Any, case: str, steps: int = 2) -> dict[str, Any]:
 
 
 def again(learner: ShardedLearner, case: str) -> bool:
-    """Whether a snapshot put back gives the same weights after one more step as going on does; rank 0 sees it."""
+    """Whether a snapshot put back gives the same weights after one more step as going on does, and an adapter's directory holds
+    them; rank 0 sees it.
+    """
     found, snapshot = [], learner.snapshot()
+    if learner.adapter:
+        with tempfile.TemporaryDirectory() as folder:
+            learner.save_pretrained(Path(folder) / "model")
+            if learner.rank == 0:
+                saved = load_file(Path(folder) / "model/adapter_model.safetensors")
+                assert {name: raw(name, tensor) for name, tensor in saved.items()} == {t.name: t for t in learner.weights()}
     for _ in range(2):
         with exact():
             learner.step(batch(case, 9), 3)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -140,8 +141,12 @@ class ShardedLearner(Learner):
         """Gathered and written by rank 0 as an ordinary Hugging Face directory; of an adapter a PEFT directory."""
         if self.adapter is None:
             self.model.save_pretrained(folder, is_main_process=self.rank == 0)
-        elif self.rank == 0:
-            self.adapter.save_pretrained(folder)
+        elif self.rank == 0:  # by hand: PEFT's own writer walks over the sharded base, and that is collective
+            folder.mkdir(parents=True, exist_ok=True)
+            tensors = {name: tensor.cpu().contiguous() for name, tensor in self.adapter.state_dict().items()}
+            save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+            for name, data in self.adapter.files().items():
+                (folder / name).write_bytes(data)
         if self.rank == 0:
             self.tokenizer.save_pretrained(folder)
 
