@@ -85,6 +85,7 @@ def peaks(parallel: dict[str, Any], folder: str) -> dict[str, float]:
 def saved(folder: Path, name: str | None = None, dtype: str = "float32") -> str:
     """A Hugging Face directory of a family's tiny model, or of the large one."""
     made = run(LARGE if name is None else SHAPES[name], {}, (name or "qwen3_moe").partition(",")[0], dtype=dtype)
+    model: Any
     model, tokenizer = build(made.model, 5)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -93,6 +93,6 @@ def bytes_per_token(tokens: int = 4096, prompt: int = 512, layers: int = 48, exp
         made.tokens[:-1], positions - 1, made.tokens[positions], made.logprobs, np.zeros(len(positions), np.int64),
         advantages=np.zeros(len(positions)), weight=1.0)
     carried = np.zeros((tokens - 1, layers, experts), np.uint8)
-    full = Row(**{name: getattr(row, name) for name in row.__slots__} | {"routes": carried})
+    full = replace(row, routes=carried)
     return {name: len(pickle.dumps(value)) / tokens for name, value in (("plain", row), ("with routes", full))}
 

@@ -175,8 +175,9 @@ def _initialised(owner: Any, module: nn.Module) -> None:
 def _real(module: nn.Module) -> Iterator[None]:
     """Memory for what is the module's own, its children's not; afterwards there is none again."""
     parameters, buffers = dict(module._parameters), dict(module._buffers)
+    kinds: list[tuple[Any, Any]] = [(module._parameters, parameters), (module._buffers, buffers)]
     with torch.device("cpu"):
-        for kind, tensors in ((module._parameters, parameters), (module._buffers, buffers)):
+        for kind, tensors in kinds:
             for name, tensor in tensors.items():
                 if tensor is not None:
                     memory = torch.empty_like(tensor, device="cpu")
@@ -199,12 +200,13 @@ def _noting(states: States) -> Iterator[None]:
                     _initialised(owner, module)
         model.tie_weights(recompute_mapping=False)
 
-    ordinary = PreTrainedModel.init_weights
-    PreTrainedModel.init_weights = init_weights  # as transformers.initialization.no_init_weights does
+    kind: Any = PreTrainedModel
+    ordinary = kind.init_weights
+    kind.init_weights = init_weights  # as transformers.initialization.no_init_weights does
     try:
         yield
     finally:
-        PreTrainedModel.init_weights = ordinary
+        kind.init_weights = ordinary
 
 
 class _Drawn(TorchDispatchMode):

@@ -40,15 +40,22 @@ log = logs.get("trainer.checkpoint")
 class Leading(Protocol):
     """What `Led` needs of rank 0's learner."""
 
-    background: ProcessGroup
+    @property
+    def background(self) -> ProcessGroup:
+        """All ranks, beside the steps."""
+        ...
 
     def begin(self, name: str, *arguments: Any) -> None:
         """Have the followers begin a call of this name; nothing else is asked of them until `end`."""
         ...
 
-    def end(self) -> None: ...
+    def end(self) -> None:
+        """It has ended on all ranks."""
+        ...
 
-    def allocate(self) -> Allocate: ...
+    def allocate(self) -> Allocate:
+        """Where rank 0's shards go."""
+        ...
 
 
 class Led(Checkpoints):
