@@ -74,7 +74,8 @@ def _met(limit_s: float) -> tuple[Any, int, int]:
 
 def background(settings: config.Parallel) -> dist.ProcessGroup:
     """All ranks, for what goes on beside the steps and takes longer than a collective may: starts and checkpoints."""
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=settings.start_timeout_s))
+    group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=settings.start_timeout_s))
+    return group
 
 
 def met(group: dist.ProcessGroup, settings: config.Parallel) -> None:
