@@ -53,5 +53,5 @@ def test_four_ranks_publish_what_one_process_would(many: tuple[Path, dict[str, A
 
 def test_the_table_in_the_guide_names_the_families_tested() -> None:
     """No more and no fewer."""
-    named = re.findall(r"^\| `(\w+)` \|", GUIDE.read_text(), re.MULTILINE)
+    named = re.findall(r"^\| `(\w+)` \|", GUIDE.read_text().partition("## Families tested")[2], re.MULTILINE)
     assert sorted(named) == sorted(families.FAMILIES)
