@@ -28,7 +28,7 @@ from slipstream import rpc, sample, sample_stream
 from slipstream.cli import embedded_redis
 from slipstream.config import RunFile, parse
 from slipstream.protos.buffer.v1 import batches_pb2_grpc, policy_pb2_grpc, samples_pb2, samples_pb2_grpc
-from slipstream.service import launch_environment
+from slipstream.service_command import launch_environment
 from tests.buffer_client import Client
 
 READY_S = 20.0

@@ -177,8 +177,8 @@ class RunFile(Section):
         if self.rollout.engine == "vllm" and not slots and self.model.dtype == "bfloat16" and targets != ("experts",):
             raise ValueError(
                 f"model.lora.targets = {list(targets)} in bfloat16 with rollout.vllm.adapters = merged: early updates of "
-                "attention, added to the weights, are rounded away, and nothing would seem learnt; set adapters = \"slots\" and "
-                'no experts, targets = ["experts"], model.dtype = "float32", or rollout.engine = "torch"')
+                "attention, added to the weights, are rounded away, and nothing would seem learnt; set adapters = \"slots\" "
+                'and no experts, targets = ["experts"], model.dtype = "float32", or rollout.engine = "torch"')
         if self.algorithm.advantage == "gae":
             raise ValueError(
                 "model.lora with algorithm.advantage = gae: the critic is a second model, trained whole, which an adapter is "
@@ -207,7 +207,7 @@ class RunFile(Section):
 
     @property
     def hash(self) -> str:
-        """SHA-256 of the settings that workers must agree on: all but the local folder, process counts, ranks and the run's end.
+        """SHA-256 of the settings that workers must agree on: all but the folder, process counts, ranks and the run's end.
 
         Only of those that differ from their default: a setting that a later release adds, and nobody set, changes nothing, so
         services of two releases agree on one run file. `tools/check_release.py` sees to it that defaults stay as they are.

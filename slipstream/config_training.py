@@ -200,7 +200,7 @@ class Parallel(Section):
     experts: PositiveInt = Field(default=1, description="Ranks that a layer's experts are spread over.")
     tensor: PositiveInt = Field(default=1, description="Ranks that split each dense matrix, with one batch; the rest is FSDP.")
     context: PositiveInt = Field(
-        default=1, description="Ranks that share each sequence, for long samples; they split its tokens and the attention heads."
+        default=1, description="Ranks that share each sequence, for long samples: they split its tokens and attention heads."
     )
     pipeline: PositiveInt = Field(default=1, description="Pipeline stages; only 1 works, with FSDP and experts.")
     recompute: bool = Field(

@@ -14,7 +14,7 @@ from slipstream import config
 from slipstream.cli import run_folder, run_start
 from slipstream.cli.toml_text import dumps
 from slipstream.errors import ConfigError
-from slipstream.service import launch_environment
+from slipstream.service_command import launch_environment
 
 
 def replay(run: str, to: int | None) -> int:

@@ -16,7 +16,7 @@ from slipstream.cli.survey import Survey
 from slipstream.cli.view import Snapshot, alarms, line, services_table
 from slipstream.cli.watch import Watcher
 from slipstream.errors import ConfigError
-from slipstream.service import launch_environment
+from slipstream.service_command import launch_environment
 
 
 def status(run: str, as_json: bool) -> int:

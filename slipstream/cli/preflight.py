@@ -23,7 +23,7 @@ from slipstream import auth_credentials
 from slipstream.cli import interpreters
 from slipstream.config import Environment, RunFile
 from slipstream.errors import ConfigError
-from slipstream.service import SERVICES
+from slipstream.service_command import SERVICES
 
 BUILT_IN_SCORERS = ("exact", "numeric", "regex")
 REACH_S = 5.0  # an environment or Redis answers within this

@@ -23,7 +23,7 @@ from slipstream.cli.survey import Survey
 from slipstream.cli.watch import Watcher
 from slipstream.config import RunFile
 from slipstream.errors import SlipstreamError
-from slipstream.service import launch_environment
+from slipstream.service_command import launch_environment
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import sys
 
 from slipstream.cli import preflight, run_folder, run_start
 from slipstream.config import RunFile
-from slipstream.service import launch_environment
+from slipstream.service_command import launch_environment
 
 
 def sft(run_file: RunFile, fresh: bool) -> int:

@@ -13,7 +13,7 @@ from slipstream import auth_credentials, rpc
 from slipstream.cli.run_folder import RunFolder, read_json
 from slipstream.errors import SlipstreamError
 from slipstream.protos.types.v1 import status_pb2, status_pb2_grpc
-from slipstream.service import WEIGHTS
+from slipstream.service_command import WEIGHTS
 
 ASK_S = 1.0  # a process that does not answer within this is shown as silent
 

@@ -153,7 +153,7 @@ def test_a_run_of_pods_finishes_and_its_trainer_stays(node: Node) -> None:
     # What the notes say to do: `kubectl exec` into the buffer's pod and ask the ledger, with the pod's own certificate.
     ask = [sys.executable, "-m", "slipstream.cli", "ledger", str(node.root / "etc/slipstream/run/run.toml")]
     told = subprocess.run(ask, cwd=node.work, capture_output=True, text=True, check=True, timeout=PATIENCE_S).stdout
-    assert "asked the buffer" in told and "2 committed" in told and "adds up     yes" in told
+    assert "asked the buffer" in told and "2 of them trained" in told and "adds up     yes" in told
     for each in reversed(every):
         each.process.send_signal(signal.SIGTERM)
         assert each.process.wait(timeout=PATIENCE_S) == 0, each.log.read_text()[-2000:]

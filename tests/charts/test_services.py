@@ -16,7 +16,7 @@ from slipstream import auth, rpc, telemetry, tls
 from slipstream.cli.commands import app
 from slipstream.cli.processes import Limits
 from slipstream.lifecycle import Lifecycle
-from slipstream.service import arguments
+from slipstream.service_command import arguments
 from tests.charts.rendering import (
     PRESETS,
     ROOT,

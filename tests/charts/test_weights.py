@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from slipstream import config
-from slipstream.service import WEIGHTS, arguments
+from slipstream.service_command import WEIGHTS, arguments
 from tests.charts.rendering import HELM, ROOT, main_container, of_kind, pods, render
 from tests.charts.test_services import options
 

@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from security_world import World, attempt, methods
 from test_security import free_port
 
-from slipstream import rpc, service
+from slipstream import rpc, service, service_command
 from slipstream.auth_credentials import Credentials
 from slipstream.auth_tokens import Claims, sign
 from slipstream.cli.run_folder import RunFolder
@@ -39,7 +39,7 @@ async def test_a_service_with_every_option(tmp_path: Path):
     (tmp_path / "tokens").touch(0o600)
     (tmp_path / "tokens").write_bytes(SECRET)
     port, client_port, health_port = free_port(), free_port(), free_port()
-    arguments = service.arguments("rollout", [
+    arguments = service_command.arguments("rollout", [
         "--run-file", str(run_file(tmp_path)), "--buffer", "buffer.example:1", "--host", "0.0.0.0", "--port", str(port),
         "--client-port", str(client_port), "--health-port", str(health_port), "--tls-dir", str(tmp_path / "certs"),
         "--secret-file", str(tmp_path / "tokens")])
@@ -72,7 +72,8 @@ async def test_a_service_with_every_option(tmp_path: Path):
 async def test_options_that_cannot_be_used(tmp_path: Path, options: list[str], says: str):
     """One line that names the option and the remedy: the exit code is 2, so that nobody restarts it."""
     with pytest.raises(ConfigError, match=says):
-        arguments = service.arguments("reward", ["--run-file", str(run_file(tmp_path)), "--buffer", "127.0.0.1:1", *options])
+        arguments = service_command.arguments(
+            "reward", ["--run-file", str(run_file(tmp_path)), "--buffer", "127.0.0.1:1", *options])
         async with service.open_context(arguments, Lifecycle(SystemClock()), SystemClock()) as context:
             await context.serve([])
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from slipstream import rpc, service
+from slipstream import rpc, service, service_command
 from slipstream.config import parse
 from slipstream.errors import ConfigError
 from slipstream.lifecycle import Lifecycle, SystemClock
@@ -172,7 +172,7 @@ async def test_debug_shows_the_traceback(launch):
 
 
 def arguments(tmp_path, **settings):
-    return service.ServiceArguments(parse(run_data(tmp_path, **settings)), "buffer", "buffer-0", "")
+    return service_command.ServiceArguments(parse(run_data(tmp_path, **settings)), "buffer", "buffer-0", "")
 
 
 async def test_status_shows_what_a_service_sets(tmp_path):
@@ -225,20 +225,20 @@ def test_the_command_line(tmp_path):
     """Defaults come from the run file; a port out of range or a missing address is a ConfigError."""
     path = tmp_path / "run.json"
     path.write_text(json.dumps(run_data(tmp_path, buffer_address="10.0.0.1:50051") | {"buffer": {"redis": "unix:///r.sock"}}))
-    args = service.arguments("rollout", ["--run-file", str(path), "--instance", "rollout-3"])
+    args = service_command.arguments("rollout", ["--run-file", str(path), "--instance", "rollout-3"])
     assert (args.instance, args.buffer, args.host, args.port, args.redis) == ("rollout-3", "10.0.0.1:50051", "127.0.0.1", 0, "")
-    assert service.arguments("rollout", ["--run-file", str(path), "--buffer", "b:1"]).buffer == "b:1"
-    args = service.arguments("buffer", ["--run-file", str(path)])
+    assert service_command.arguments("rollout", ["--run-file", str(path), "--buffer", "b:1"]).buffer == "b:1"
+    args = service_command.arguments("buffer", ["--run-file", str(path)])
     assert (args.instance, args.buffer, args.redis) == ("buffer-0", "", "unix:///r.sock")
     with pytest.raises(ConfigError, match="--metrics-port -1 is not a port"):
-        service.arguments("buffer", ["--run-file", str(path), "--metrics-port", "-1"])
+        service_command.arguments("buffer", ["--run-file", str(path), "--metrics-port", "-1"])
 
 
 def test_the_launch_environment():
     """What only works from the start of a process: malloc's thresholds and the threads of numeric libraries."""
-    variables = service.launch_environment(2)
+    variables = service_command.launch_environment(2)
     assert (variables["MALLOC_MMAP_THRESHOLD_"], variables["MALLOC_TRIM_THRESHOLD_"]) == ("1073741824", "4294967296")
-    assert variables["OMP_NUM_THREADS"] == "2" and "OMP_NUM_THREADS" not in service.launch_environment(0)
+    assert variables["OMP_NUM_THREADS"] == "2" and "OMP_NUM_THREADS" not in service_command.launch_environment(0)
 
 
 async def test_importing_it_loads_nothing_heavy():

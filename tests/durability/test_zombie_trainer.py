@@ -25,7 +25,8 @@ from slipstream.lifecycle import EXIT_FENCED, Lifecycle, SystemClock
 from slipstream.objects import FileStore
 from slipstream.protos.buffer.v1 import samples_pb2
 from slipstream.protos.types.v1 import sample_pb2
-from slipstream.service import ServiceArguments, open_context
+from slipstream.service import open_context
+from slipstream.service_command import ServiceArguments
 from tests.buffer_client import Client, buffer
 from tests.redis_server import RedisProcess
 from tests.trainer_samples import run_file, segment

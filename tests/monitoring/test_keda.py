@@ -31,7 +31,8 @@ from slipstream import telemetry
 from slipstream.config import parse
 from slipstream.lifecycle import Lifecycle, SystemClock
 from slipstream.objects import open_store
-from slipstream.service import ServiceArguments, ServiceContext
+from slipstream.service import ServiceContext
+from slipstream.service_command import ServiceArguments
 from tests.monitoring import prometheus
 from tests.monitoring.test_autoscaling import complaints
 

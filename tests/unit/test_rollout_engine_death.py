@@ -13,7 +13,8 @@ from slipstream import rpc
 from slipstream.errors import Unavailable
 from slipstream.lifecycle import EXIT_ERROR, Lifecycle, SystemClock
 from slipstream.protos.buffer.v1 import policy_pb2_grpc, samples_pb2_grpc
-from slipstream.service import ServiceArguments, open_context
+from slipstream.service import open_context
+from slipstream.service_command import ServiceArguments
 from tests.unit.test_rollout_worker import ScriptedBuffer, published, turns
 
 

@@ -25,7 +25,8 @@ from slipstream.protos.buffer.v1 import policy_pb2, policy_pb2_grpc, samples_pb2
 from slipstream.protos.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from slipstream.protos.types.v1 import policy_pb2 as types_policy_pb2
 from slipstream.sample import FINISH_LENGTH, Sample, array, decode, tensor
-from slipstream.service import ServiceArguments, ServiceContext, open_context
+from slipstream.service import ServiceContext, open_context
+from slipstream.service_command import ServiceArguments
 from tests.rollout_runs import publish, run_file
 
 Version = types_policy_pb2.PolicyVersion

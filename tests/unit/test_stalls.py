@@ -20,7 +20,8 @@ from slipstream.cli.survey import ServiceStatus
 from slipstream.config import RunFile
 from slipstream.lifecycle import Lifecycle, SystemClock, Waits
 from slipstream.progress import Progress
-from slipstream.service import ServiceArguments, ServiceContext, open_context
+from slipstream.service import ServiceContext, open_context
+from slipstream.service_command import ServiceArguments
 from slipstream.telemetry import BufferMetrics
 from tests.buffer_client import run_file
 from tests.contract.test_service import wait_until

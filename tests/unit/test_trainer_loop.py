@@ -20,7 +20,8 @@ from slipstream.manifest import read_manifest, read_tensors
 from slipstream.model import build
 from slipstream.objects import FileStore
 from slipstream.protos.trainer.v1 import trainer_pb2
-from slipstream.service import ServiceArguments, open_context
+from slipstream.service import open_context
+from slipstream.service_command import ServiceArguments
 from tests.fake_buffer import FakeBuffer
 from tests.trainer_samples import run_file
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream import config, logs
 from slipstream.errors import ConfigError
 from slipstream.objects import ObjectStore
-from slipstream.service import arguments
+from slipstream.service_command import arguments
 
 if TYPE_CHECKING:
     from services.trainer.checkpoint import Checkpoints
