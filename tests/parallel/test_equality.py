@@ -22,7 +22,7 @@ ALL = dict(ranks=4, experts=4, exchange="hierarchical", ranks_per_node=2)
 HALF = dict(ranks=4, experts=2, exchange="flat")
 SPLIT = dict(ranks=4, experts=2, tensor=2, exchange="flat")
 JOBS: dict[str, list[tuple[str, dict[str, Any]]]] = {
-    "two": [("everything", TWO), ("critic", TWO), ("adapter", TWO), ("misled", TWO), ("culprits", TWO)],
+    "two": [("everything", TWO), ("critic", TWO), ("misled", TWO), ("culprits", TWO)],
     "each": [
         *((case, TWO) for case in CASES if case != "adapted_experts"),  # also nine more families, without a feature
         *(("everything", TWO | other) for other in (
