@@ -28,6 +28,9 @@ class Dying:
         self._store, self._at, self._when, self.done, self.url = store, at, when, [], store.url
 
     def __getattr__(self, name: str):
+        if not hasattr(self._store, name):
+            raise AttributeError(name)
+
         async def operation(*arguments):
             if self._at in range(len(self.done) + (self._when == "before")):
                 raise Crash
