@@ -24,10 +24,10 @@ SPLIT = dict(ranks=4, experts=2, tensor=2, exchange="flat")
 JOBS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "two": [("everything", TWO), ("critic", TWO), ("misled", TWO), ("culprits", TWO)],
     "each": [
-        *((case, TWO) for case in CASES if case != "adapted_experts"),  # also nine more families, without a feature
+        *((case, TWO) for case in CASES if case not in ("adapted_experts", "recomputed_adapter")),
         *(("everything", TWO | other) for other in (
             {"recompute": True}, {"context": 2}, {"exchange": "copy"}, {"exchange": "all_gather"}, {"experts": 1})),
-        ("critic", TWO | {"context": 2}), *(("adapter", TWO | other) for other in ({"recompute": True}, {"context": 2})),
+        ("critic", TWO | {"context": 2}), ("adapter", TWO | {"context": 2}), ("recomputed_adapter", TWO | {"recompute": True}),
         ("adapted_experts", TWO | {"experts": 1}),
     ],
     "four": [
