@@ -178,7 +178,7 @@ class MemoryLedger(MemoryBatches):
         sample.update(c=submit.crc32c, tok=submit.tokens, gen=submit.generated_tokens, sp=[list(p) for p in submit.steps])
         if submit.score:
             sample["rw"] = submit.reward
-        state.bodies[key] = submit.body
+        state.bodies[key] = bytes(submit.body)  # of a stream it is a view of a frame
         state.hold(sample, "lb", len(submit.body))
         sample["sb"] = submit.spilled
         size = (submit.spilled or len(submit.body)) + len(submit.transcript)
