@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import os
 import signal
 import sys
 import threading
@@ -38,6 +39,7 @@ from slipstream.manifest import RawTensor
 from slipstream.probes import Probes
 
 IDLE, CLOSE = "idle", "close"
+LAST_S = 15.0  # after a collective has failed a process has this long to stop in order
 
 log = logs.get("trainer.parallel")
 
@@ -206,6 +208,9 @@ def _dumped() -> Iterator[None]:
     except RuntimeError:
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         hangs.ask()
+        last = threading.Timer(LAST_S, os._exit, (1,))  # a checkpoint's thread may wait for the lost rank much longer
+        last.daemon = True
+        last.start()
         raise
 
 
