@@ -285,6 +285,7 @@ def test_same_settings_resume_others_are_refused(driven: Driven) -> None:
         code, output = driven.end()
         assert code == 0 and "the view failed" not in output
     assert (read_json(driven.folder.run_file) or {})["run"]["steps"] == 200
+    driven.folder.published.write_text('{"version": 1}\n')
     driven.write({}, more="schedule.max_lag = 1")
     driven.start()
     code, output = driven.end()
