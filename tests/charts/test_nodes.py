@@ -13,7 +13,8 @@ from tests.charts.rendering import HELM, PRESETS, ROOT, Manifest, main_container
 
 FABRIC = [name for chart, name in PRESETS if chart == "trainer" and name.startswith("p")]
 POOLS = {chart: [name for other, name in PRESETS if other == chart and name != "dev"] for chart in ("rollout", "trainer")}
-NO_KEYS = {"order", "task", "warmup", "ready", "runs"}  # words with a slash in the code that are no folder of the object store
+# Words with a slash in the code that are no folder of the object store.
+NO_KEYS = {"order", "task", "warmup", "ready", "runs", "process", "stacks"}
 
 
 def instance_type(pod: Manifest) -> str:
