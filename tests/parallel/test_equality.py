@@ -22,7 +22,7 @@ ALL = dict(ranks=4, experts=4, exchange="hierarchical", ranks_per_node=2)
 HALF = dict(ranks=4, experts=2, exchange="flat")
 SPLIT = dict(ranks=4, experts=2, tensor=2, exchange="flat")
 JOBS: dict[str, list[tuple[str, dict[str, Any]]]] = {
-    "two": [("everything", TWO), ("critic", TWO), ("misled", TWO), ("culprits", TWO)],
+    "two": [("everything", TWO), ("critic", TWO), ("misled", TWO), ("culprits", TWO), ("supervised", TWO)],
     "each": [
         *((case, TWO) for case in CASES if case not in ("adapted_experts", "recomputed_adapter")),
         *(("everything", TWO | other) for other in (
@@ -110,6 +110,15 @@ def test_routes_that_mislead_are_refused_on_every_rank(size: str, number: int, m
     says the same and none has applied anything."""
     for found in many:
         assert found == {"told": ["ROUTES_EXPERT", "ROUTES_EXPERT", "ROUTES_MISALIGNED"], "same": True}
+
+
+@pytest.mark.parametrize(("size", "number"), of("supervised"))
+def test_a_warm_up_on_ranks_is_that_of_one_process(size: str, number: int, many: list[Any]) -> None:
+    """Straight after the start, where rank 0 alone has looked at its state, for a checkpoint that is not there yet."""
+    expected, found = equality_cases.supervised({}), many[0]
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(np.frombuffer(found[name]), np.frombuffer(value), rtol=0, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize(("size", "number"), of("culprits"))

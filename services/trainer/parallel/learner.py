@@ -76,6 +76,7 @@ class ShardedLearner(Learner):
         with torch.no_grad():
             self.model(input_ids=torch.zeros((1, 2), dtype=torch.int64, device=self.device), use_cache=False)
         self.world.context.verify(self.model, self.vocabulary)
+        mesh.reshard(self.model)
 
     @torch.no_grad()
     def _copy(self, model: Any, first: Sequence[RawTensor] | None) -> None:
@@ -103,7 +104,9 @@ class ShardedLearner(Learner):
         """As `Learner.probes`, on every rank the same."""
         if self._prober is None:
             self._prober = Prober(self.model, self.vocabulary, self.run.run.seed, self._experts, self.world.told)
-        return self._prober.score()
+        found = self._prober.score()
+        mesh.reshard(self.model)
+        return found
 
     def snapshot(self) -> Snapshot:
         """A copy of this rank's shards, on the host."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -261,6 +262,17 @@ def clipped_step(
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm
+
+
+def reshard(model: nn.Module) -> None:
+    """After a pass without gradients, on every rank: FSDP leaves the last layers gathered for a backward pass, and none comes.
+
+    A rank that then looks at its state by itself, as rank 0 does for a checkpoint, would let go of them and gather them again
+    in the next pass, while the others do not.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,10 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
-from services.trainer.packing import Row
-
 
 def cost(tokens: int, hidden: int) -> int:
     """Of a row of `tokens`, in units that only compare."""
@@ -27,11 +23,3 @@ def partition(costs: Sequence[int], ranks: int) -> list[list[int]]:
         parts[rank].append(index)
         loads[rank] += costs[index]
     return [sorted(part) for part in parts]
-
-
-def idle_row() -> Row:
-    """Of a rank that has fewer micro-batches than another: it takes part in every exchange and counts for nothing."""
-    nothing = np.zeros(1, np.float32)
-    return Row(
-        np.zeros(1, np.int32), np.zeros(1, np.int64), np.zeros(1, np.int32), nothing, np.ones(1, np.int64), True,
-        np.zeros(1), 0.0)
