@@ -277,14 +277,14 @@ def _section_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def _apply(data: dict[str, Any], override: str) -> None:
-    """One `a.b=value`; the value is TOML, or a bare string. `environments.0.name` indexes a list."""
+    """One `a.b=value`; the value is TOML, null for none, or a bare string. `environments.0.name` indexes a list."""
     name, equals, text = override.partition("=")
     if not equals or not name.strip():
         raise ConfigError(f"--set {override!r} is not of the form section.key=value")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        value = text
+        value = None if text.strip() == "null" else text
     *path, key = name.strip().split(".")
     table: Any = data
     for part in path:

@@ -161,7 +161,8 @@ def _outstanding(b: ledger_pb2.Balance) -> str:
 
 # What is refused in the ordinary course of things, and why that loses nothing.
 USUAL = {
-    "FENCED": "of a lease that was given back, answered meanwhile, or went to another", "CLOSED": "of a sample that was over"}
+    "FENCED": "of a lease that was given back, answered meanwhile, or went to another: nothing is lost by it",
+    "CLOSED": "of a sample that was over: nothing is lost by it"}
 
 
 def _rejected(b: ledger_pb2.Balance) -> str:

@@ -90,6 +90,7 @@ def model(run: RunFile) -> Iterator[Finding]:
     """What those that hold weights load is there."""
     preflight.model(run)
     preflight.packages(run)
+    preflight.node_folder(run)
     yield Finding("model", OK, f"{run.model.path} is there" if run.model.path else "built from model.build")
 
 

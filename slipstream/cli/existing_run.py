@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 from rich.console import Console
 
@@ -28,7 +29,7 @@ def status(run: str, as_json: bool) -> int:
     if as_json:
         print(json.dumps({
             "run": snapshot.run, "folder": str(folder.path), "alive": alive, "state": snapshot.state,
-            "stall": snapshot.stall, "forked_from": run_folder.read_json(folder.fork),
+            "stall": snapshot.stall, "forked_from": _origin(folder),
             "step": snapshot.metrics.step, "steps": snapshot.steps, "metrics": snapshot.metrics.last, "events": snapshot.events,
             "services": [dataclasses.asdict(s) for s in snapshot.services]}, indent=1))
     else:
@@ -42,6 +43,12 @@ def status(run: str, as_json: bool) -> int:
         else:
             print(f"{snapshot.run} is not running; its folder is {folder.path}")
     return 0
+
+
+def _origin(folder: run_folder.RunFolder) -> dict[str, Any] | None:
+    """Where a fork came from, without the origin's settings."""
+    found = run_folder.read_json(folder.fork)
+    return {k: v for k, v in found.items() if k != "settings"} if found else None
 
 
 async def _look(watcher: Watcher) -> Snapshot:

@@ -34,6 +34,7 @@ async def check(run: RunFile) -> None:
     tasks(run)
     model(run)
     packages(run)
+    node_folder(run)
     certificates(run)
     await redis(run)
     await asyncio.gather(*(environment(settings, run) for settings in run.environments))
@@ -46,8 +47,8 @@ Look = Callable[[RunFile], Awaitable[None] | None]
 async def problems(run: RunFile) -> list[str]:
     """Everything that `check` would refuse, and whether the model can be built and run: for --dry-run, which has the time."""
     return await _problems(run, [
-        tasks, model, packages, certificates, redis, *(functools.partial(environment, e) for e in run.environments),
-        buffer_port, built_model])
+        tasks, model, packages, node_folder, certificates, redis,
+        *(functools.partial(environment, e) for e in run.environments), buffer_port, built_model])
 
 
 async def problems_of_sft(run: RunFile) -> list[str]:
@@ -127,10 +128,23 @@ def packages(run: RunFile) -> None:
         needed.append(("peft", "lora"))
     if run.objects_url.startswith("s3://"):
         needed.append(("aiobotocore", "s3"))
+    if run.tracing.endpoint:
+        needed.append(("opentelemetry", "tracing"))
     for package, extra in needed:
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"{package} is not installed: pip install 'slipstream[{extra}]'")
     interpreters.check(run)
+
+
+def node_folder(run: RunFile) -> None:
+    """The folder of versions that workers of this machine share is one, or can be made."""
+    if not run.objects.near.cache:
+        return
+    folder = Path(run.objects.near.cache).absolute()
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"objects.near.cache = {str(folder)!r} is no folder and cannot be made: name one that this user may "
+                          "write to, or remove the setting")
 
 
 async def redis(run: RunFile) -> None:

@@ -48,11 +48,29 @@ def contract(source: str = "") -> dict[str, str]:
     padded = adapter.DeepEP(group, replace(demand(), hidden=200, pad_hidden=True), device)
     found["padded"] = cases.exact(padded, "empty_rank", narrow)
     found["repeats"] = cases.repeats(exchange, layer)
+    found["cached"] = cached(exchange, layer)
     found["float64 gradients of weights"] = cases.exact(exchange, "random", replace(layer, weights=torch.float64))
     for made in (exchange, small, padded):
         made.close()
     found["closed"] = closed(exchange, layer)
     return found
+
+
+def cached(exchange: cases.ExpertParallel, layer: cases.Shape) -> str:
+    """The way back is the way there: a backward pass plans nothing anew, which would cost time and may take another order."""
+    buffer, planned = exchange._buffer, []  # pyright: ignore[reportAttributeAccessIssue]
+    dispatch = buffer.dispatch
+
+    def looked(*arguments: object, **options: object) -> object:
+        planned.append(options.get("handle") is None)
+        return dispatch(*arguments, **options)
+
+    buffer.dispatch = looked
+    try:
+        cases.block(exchange, cases.inputs("random", dist.get_rank(), dist.get_world_size(), layer), layer)
+    finally:
+        buffer.dispatch = dispatch
+    return "" if planned == [True, False] else f"dispatches that planned anew: {planned}"
 
 
 def refused(exchange: cases.ExpertParallel, small: cases.ExpertParallel, layer: cases.Shape) -> dict[str, str]:

@@ -61,7 +61,9 @@ def test_overrides_are_toml_or_bare_strings(tmp_path):
     """`--set` takes numbers, booleans and bare words, reaches into lists, and creates tables."""
     path = tmp_path / "run.json"
     path.write_text(json.dumps(MINIMAL))
-    run = load(path, ["schedule.max_lag=0", "model.path=/other", "environments.0.weight=2.5", "rollout.capture_routes=true"])
+    run = load(path, ["schedule.max_lag=0", "model.path=/other", "environments.0.weight=2.5", "rollout.capture_routes=true",
+                      "run.target_reward=0.5", "run.target_reward=null"])
+    assert run.run.target_reward is None
     assert (run.schedule.max_lag, run.model.path, run.environments[0].weight, run.rollout.capture_routes) == (
         0,
         "/other",

@@ -79,6 +79,9 @@ def test_a_model_that_is_not_there(tmp_path: Path):
     state, text = look(tmp_path, Given(), **missing)["model"]
     assert state == "FAIL" and "is not a directory; download the model there" in text
     assert "model" not in look(tmp_path, Given(roles=("buffer",)), **missing)
+    (tmp_path / "file").touch()
+    state, text = look(tmp_path, Given(), objects={"near": {"cache": str(tmp_path / "file")}})["model"]
+    assert state == "FAIL" and "is no folder and cannot be made" in text
 
 
 def test_a_folder_of_good_certificates(tmp_path: Path, certs: Path):
