@@ -21,15 +21,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import multiprocessing
 import os
 import shutil
 import ssl
 import statistics
 import subprocess
 import tempfile
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -196,50 +197,48 @@ def _self_signed(folder: Path) -> tuple[Path, Path]:
     return certificate, key
 
 
-@contextlib.asynccontextmanager
-async def _sink() -> AsyncIterator[str]:
-    """An S3 endpoint with TLS, as S3 has it, in a thread of its own, that takes objects and forgets them."""
-    folder = Path(tempfile.mkdtemp())
-    certificate, key = _self_signed(folder)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
-    ready, stop = threading.Event(), threading.Event()
-    address: list[str] = []
+def _serve(certificate: Path, key: Path, told: Connection) -> None:
+    """An S3 endpoint with TLS, as S3 has it, that takes objects and forgets them; tells its port."""
+    async def take(request: web.Request) -> web.Response:
+        async for _ in request.content.iter_any():
+            pass
+        if "uploads" in request.query:
+            text = "<InitiateMultipartUploadResult><UploadId>1</UploadId></InitiateMultipartUploadResult>"
+        elif request.method == "POST":
+            text = "<CompleteMultipartUploadResult><ETag>1</ETag></CompleteMultipartUploadResult>"
+        else:
+            text = ""
+        return web.Response(text=text, headers={"ETag": '"1"'}, content_type="application/xml")
 
     async def serve() -> None:
-        async def take(request: web.Request) -> web.Response:
-            async for _ in request.content.iter_any():
-                pass
-            if "uploads" in request.query:
-                text = "<InitiateMultipartUploadResult><UploadId>1</UploadId></InitiateMultipartUploadResult>"
-            elif request.method == "POST":
-                text = "<CompleteMultipartUploadResult><ETag>1</ETag></CompleteMultipartUploadResult>"
-            else:
-                text = ""
-            return web.Response(text=text, headers={"ETag": '"1"'}, content_type="application/xml")
-
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate, key)
         app = web.Application(client_max_size=1 << 34)
         app.router.add_route("*", "/{path:.*}", take)
         runner = web.AppRunner(app)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context)
-        await site.start()
-        host, port = runner.addresses[0][:2]
-        address.append(f"https://{host}:{port}")
-        ready.set()
-        await asyncio.to_thread(stop.wait)
-        await runner.cleanup()
+        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
+        told.send(runner.addresses[0][1])
+        await asyncio.Event().wait()
 
-    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
-    thread.start()
-    ready.wait(10)
+    asyncio.run(serve())
+
+
+@contextlib.contextmanager
+def _sink() -> Iterator[str]:
+    """The address of a sink in a process of its own: both clients have their own interpreter lock to themselves."""
+    folder = Path(tempfile.mkdtemp())
+    certificate, key = _self_signed(folder)
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=_serve, args=(certificate, key, there), daemon=True)
+    process.start()
     os.environ["AWS_CA_BUNDLE"] = str(certificate)
     try:
-        yield address[0]
+        yield f"https://127.0.0.1:{here.recv()}"
     finally:
         del os.environ["AWS_CA_BUNDLE"]
-        stop.set()
-        thread.join(5)
+        process.kill()
+        process.join()
         shutil.rmtree(folder)
 
 
@@ -253,7 +252,9 @@ async def _putting(rounds: int) -> dict[str, float]:
 
     os.environ |= {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
     data, ratios = os.urandom(SINK_BYTES), []
-    async with _sink() as endpoint, open_s3("bucket", "", endpoint, "us-east-1") as ours:
+    async with contextlib.AsyncExitStack() as stack:
+        endpoint = stack.enter_context(_sink())
+        ours = await stack.enter_async_context(open_s3("bucket", "", endpoint, "us-east-1"))
         theirs = Obstore("bucket", endpoint=endpoint, region="us-east-1", unsigned_payload=True,
                          client_options={"allow_invalid_certificates": True})
         for n in range(rounds):
