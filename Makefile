@@ -86,8 +86,9 @@ images:  ## container images of all services, with docker, podman or buildah; se
 test-parallel: $(VENV)/.test  ## the trainer on 2 and 4 ranks, every feature, ten families of experts, exchanges, the fabric (five minutes)
 	$(BIN)/python -m pytest -m '' tests/parallel -k 'not fault and not rank_is_lost and not gpu'
 
-test-parallel-faults: $(VENV)/.test  ## mistakes of the DeepEP adapter, each of which the contract catches; ranks that die: nightly
+test-parallel-faults: $(VENV)/.test  ## mistakes of the DeepEP adapter, each of which the contract catches; ranks and nodes that die: nightly
 	$(BIN)/python -m pytest -m '' tests/parallel -k 'fault or rank_is_lost'
+	$(BIN)/python -m pytest -m '' tests/unit/test_group.py
 
 test-gpu: $(VENV)/.test  ## the contract of the DeepEP adapter with the module itself; says so where there is no GPU or no module
 	$(BIN)/python -m pytest -m '' -rs tests/parallel/test_deep_ep_gpu.py

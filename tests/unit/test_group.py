@@ -72,11 +72,13 @@ async def leader(tmp_path: Path) -> AsyncIterator[Leader]:
     for member in leader.members.values():
         if member.returncode is None:
             member.kill()
-        await member.communicate()
+        _, said = await member.communicate()
+        print(said.decode(errors="replace"))  # shown when the test fails
     await leader.server.stop()
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 async def test_a_version_is_on_every_node_or_on_none(leader: Leader) -> None:
     """Three versions: held by all; written wrongly by one, refused by name and forgotten by both, while the first stays; and
     held again. The engine starts on every node, and the end of its part on one node is the end of that member, of the group,
@@ -114,6 +116,7 @@ async def test_a_version_is_on_every_node_or_on_none(leader: Leader) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.slow
+@pytest.mark.nightly
 async def test_a_member_that_stands_still_is_lost(leader: Leader, monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not vote in time: the order fails, naming the node, and with it the group. A node that does not exist, and one
     that has a member, are refused."""
