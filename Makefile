@@ -47,8 +47,8 @@ test: test-deps  ## all tests (under 6 minutes), two at a time
 test-deps: $(VENV)/.test  ## fetch the other Redis server that tests run on, through apt, without root; nothing fails without
 	@$(BIN)/python tools/fetch_test_servers.py
 
-test-fast: $(VENV)/.test  ## the tests that take under a minute together
-	$(BIN)/python -m pytest -m 'not slow'
+test-fast: $(VENV)/.test  ## the quick tests, about two minutes
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow'
 
 # vLLM pins its own torch and transformers, so rollout workers on it have an environment of their own: 2.2 GB, some minutes.
 # The torch that PyPI has for Linux is the CUDA build; where pip finds none for CPUs, name one: VLLM_TORCH=/path/to/torch-2.13.0+cpu.whl
