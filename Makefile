@@ -47,7 +47,7 @@ test: test-deps  ## all tests (under 6 minutes), two at a time
 test-deps: $(VENV)/.test  ## fetch the other Redis server that tests run on, through apt, without root; nothing fails without
 	@$(BIN)/python tools/fetch_test_servers.py
 
-test-fast: $(VENV)/.test  ## the quick tests, about two minutes
+test-fast: $(VENV)/.test  ## the quick tests, about a minute
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow'
 
 # vLLM pins its own torch and transformers, so rollout workers on it have an environment of their own: 2.2 GB, some minutes.

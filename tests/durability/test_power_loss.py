@@ -18,6 +18,8 @@ from tests.buffer_client import Client, buffer, finished, run_file
 from tests.durability.power import Machine, build_shim, machine
 from tests.redis_server import SERVERS, Server
 
+pytestmark = pytest.mark.slow
+
 SEED, WORKERS = 20260, 8
 _SMALL = run_file(groups_per_batch=10, max_lag=500)
 RUN = _SMALL.model_copy(update={"run": _SMALL.run.model_copy(update={"steps": 1000})})  # more than will be drawn

@@ -16,6 +16,8 @@ from slipstream.config_sections import Lora
 from slipstream.errors import ConfigError, InvalidInput
 from tests.engine_models import MOE, tiny
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = Lora(rank=4, alpha=8)
 SCALE = 2.0
 IDS = torch.randint(1, 67, (3, 11), generator=torch.Generator().manual_seed(5))

@@ -11,6 +11,8 @@ from services.rollout.engine import Generation, Request
 from slipstream.errors import InvalidInput
 from tests.engine_models import prompts, tiny
 
+pytestmark = pytest.mark.slow
+
 SLOTS = WIDTH + 6  # so that a step takes more than one pass
 
 

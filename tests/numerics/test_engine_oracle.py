@@ -13,6 +13,8 @@ from services.rollout.engine import Request
 from slipstream.errors import InvalidInput
 from tests.engine_models import FAMILIES, MOE, full_logprobs, prompts, tiny
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_equals_generate(family: str) -> None:

@@ -30,6 +30,8 @@ from tests.oracles import Config, trl_loss, verl
 from tests.trainer_samples import groups, run_file, segment
 from tests.unit.test_trainer_loop import Start, lines, train, versions
 
+pytestmark = pytest.mark.slow
+
 DECOUPLED = {"anchor": "recomputed", "correction": "truncated", "correction_high": 1.3}
 
 

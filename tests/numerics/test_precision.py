@@ -15,6 +15,8 @@ from slipstream.router_precision import compute_in_float32, router_modules
 from tests.numerics.test_routes import EVERYWHERE, FAMILIES, IDS, own_routes, tiny
 from tests.trainer_samples import run_file
 
+pytestmark = pytest.mark.slow
+
 WATCHED = ("linear", "matmul", "softmax", "sigmoid", "topk")
 # Families whose own code has bfloat16 products, softmax or choice: the table of docs/guides/algorithms.md.
 HALF_PRODUCTS = {

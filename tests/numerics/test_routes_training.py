@@ -28,6 +28,8 @@ from slipstream.protos.types.v1 import sample_pb2, tensor_pb2
 from slipstream.sample import Sample, Segment, crc32c, decode, encode, tensor
 from tests.trainer_samples import OBJECTIVE, groups, run_file, segment
 
+pytestmark = pytest.mark.slow
+
 SHAPE = dict(
     hidden_size=48, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, head_dim=32, max_position_embeddings=64,
     initializer_range=0.25, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True)

@@ -25,8 +25,8 @@ from slipstream.objects import open_store
 from slipstream.protos.types.v1 import policy_pb2
 from slipstream.sample import Sample, turn_numbers, validate
 from tests.rollout_runs import run_file
+from tests.scripted_buffer import ScriptedBuffer, service
 from tests.unit.test_rollout_episode import answer, episode
-from tests.unit.test_rollout_worker import ScriptedBuffer, service
 
 # A chat whose earlier answers lose all but their last character: thoughts are stripped once they are past.
 STRIPPING = (

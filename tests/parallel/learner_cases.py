@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import distributed as dist
 
@@ -82,3 +83,17 @@ def world(jobs: list[tuple[str, dict[str, Any]]]) -> list[Any]:
     """Several runs of `steps`, one after the other, on the same ranks."""
     torch.manual_seed(0)
     return [steps(family, parallel) for family, parallel in jobs]
+
+
+def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Gradients of the first step to 1e-6 of their largest, metrics, and the weights after two steps."""
+    assert set(found["gradients"]) == set(expected["gradients"])
+    for name, value in expected["gradients"].items():
+        tolerance = 1e-6 * max(1, np.abs(value).max())
+        np.testing.assert_allclose(found["gradients"][name], value, rtol=0, atol=tolerance, err_msg=name)
+    for one, other in zip(found["metrics"], expected["metrics"], strict=True):
+        for name in ("loss", "grad_norm", "entropy", "gap_mean", "trained_tokens", "reward_mean", "tokens"):
+            assert one[name] == pytest.approx(other[name], rel=1e-5, abs=1e-6), name
+    assert list(found["weights"]) == list(expected["weights"])
+    for name, value in expected["weights"].items():
+        np.testing.assert_allclose(found["weights"][name], value, rtol=0, atol=1e-5, err_msg=name)

@@ -15,7 +15,7 @@ from services.trainer.parallel import context
 from services.trainer.parallel.context_attention import repeats
 from slipstream.errors import ConfigError
 from slipstream.model import build
-from tests.parallel import context_cases, ranks
+from tests.parallel import context_cases, learner_cases, ranks
 from tests.parallel.families import COMMON, FAMILIES
 from tests.trainer_samples import CHARS, run_file
 
@@ -57,20 +57,6 @@ def many(size: int) -> list[list[dict[str, Any]]]:
     return ranks.run(size, context_cases.world, MATRIX[size], timeout_s=300)
 
 
-def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Gradients of the first step to 1e-6 of their largest, metrics, and the weights after two steps."""
-    assert set(found["gradients"]) == set(expected["gradients"])
-    for name, value in expected["gradients"].items():
-        tolerance = 1e-6 * max(1, np.abs(value).max())
-        np.testing.assert_allclose(found["gradients"][name], value, rtol=0, atol=tolerance, err_msg=name)
-    for one, other in zip(found["metrics"], expected["metrics"], strict=True):
-        for name in ("loss", "grad_norm", "entropy", "gap_mean", "trained_tokens", "reward_mean", "tokens"):
-            assert one[name] == pytest.approx(other[name], rel=1e-5, abs=1e-6), name
-    assert list(found["weights"]) == list(expected["weights"])
-    for name, value in expected["weights"].items():
-        np.testing.assert_allclose(found["weights"][name], value, rtol=0, atol=1e-5, err_msg=name)
-
-
 @pytest.mark.slow
 def test_two_ranks_attend_and_train_as_one_process() -> None:
     """Attention in float64 to 1e-12, output and gradients: grouped heads, fewer of keys than ranks, windows, packed segments.
@@ -78,7 +64,7 @@ def test_two_ranks_attend_and_train_as_one_process() -> None:
     for exact, _ in short():
         for case, errors in zip(context_cases.ATTENTION, exact, strict=True):
             assert max(errors) < EXACT, case
-    same(short()[0][1][0], single("qwen3_moe"))
+    learner_cases.same(short()[0][1][0], single("qwen3_moe"))
 
 
 @pytest.mark.slow
@@ -96,7 +82,7 @@ def test_attention_of_four_ranks_is_that_of_one() -> None:
 def test_a_step_on_shared_sequences_is_that_of_one_process(size: int, number: int) -> None:
     """Families, meshes with experts and tensors, recomputation, and a loss that joins all tokens of a sequence."""
     family, _, *algorithm = MATRIX[size][number]
-    same(many(size)[0][number], single(family, bool(algorithm)))
+    learner_cases.same(many(size)[0][number], single(family, bool(algorithm)))
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 
 from services.trainer.learner import Learner
@@ -48,16 +47,7 @@ def many(size: int) -> list[list[dict[str, Any]]]:
 def test_a_step_on_many_ranks_is_that_of_one(size: int, number: int) -> None:
     """Every gradient to 1e-6 of its largest, loss and norm, then the weights that are published after two steps."""
     expected, found = single(MESHES[size][number][0]), many(size)[0][number]
-    assert set(found["gradients"]) == set(expected["gradients"])
-    for name, value in expected["gradients"].items():
-        tolerance = 1e-6 * max(1, np.abs(value).max())
-        np.testing.assert_allclose(found["gradients"][name], value, rtol=0, atol=tolerance, err_msg=name)
-    for one, other in zip(found["metrics"], expected["metrics"], strict=True):
-        for name in ("loss", "grad_norm", "entropy", "gap_mean", "trained_tokens", "reward_mean", "tokens"):
-            assert one[name] == pytest.approx(other[name], rel=1e-5, abs=1e-6), name
-    assert list(found["weights"]) == list(expected["weights"])
-    for name, value in expected["weights"].items():
-        np.testing.assert_allclose(found["weights"][name], value, rtol=0, atol=1e-5, err_msg=name)
+    learner_cases.same(found, expected)
     assert all(result[number]["again"] for result in many(size))
     world, microbatches = MESHES[size][number][1]["ranks"], sum(m["microbatches"] for m in found["metrics"])
     each = microbatches * MESHES[size][number][1].get("tensor", 1) // world

@@ -22,6 +22,8 @@ HANG_S = 8  # of one that is to hang
 # Whatever else is on the path, the copy is what runs, in the processes that tests start too.
 RUN = """
 import sys, pathlib, pytest, services.buffer.ledger, slipstream.config
+
+pytestmark = pytest.mark.slow
 here = pathlib.Path.cwd()
 assert all(here in pathlib.Path(m.__file__).parents for m in (services.buffer.ledger, slipstream.config)), "not the copy"
 sys.exit(pytest.main(sys.argv[1:]))

@@ -20,6 +20,8 @@ from tests.property.ledger_programs import RULES, Step, play, programs, rebuilt_
 from tests.property.ledger_world import Pair, World
 from tests.redis_server import RedisProcess
 
+pytestmark = pytest.mark.slow
+
 BOUND = 30
 TURN_MS = 200
 QUIET = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]

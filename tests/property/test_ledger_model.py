@@ -17,6 +17,8 @@ from tests.property.ledger_programs import RULES, Step, fixed_program, play, pro
 from tests.property.ledger_world import Pair
 from tests.redis_server import RedisProcess
 
+pytestmark = pytest.mark.slow
+
 QUIET = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
 SCHEDULES = st.sampled_from(sorted(RULES))
 TOUR = [("again", 11), ("lag", 16), ("free", 10), ("deadlines", 4), ("again", 25)]

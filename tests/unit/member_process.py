@@ -33,7 +33,7 @@ class FilePart:
         return checksum(data)
 
     async def launch(self, node: int, address: str, port: int) -> None:
-        self._child = await asyncio.create_subprocess_exec("sleep", "60")
+        self._child = await asyncio.create_subprocess_exec("sleep", "600")
         (self._folder / "engine.json").write_text(json.dumps({"node": node, "at": f"{address}:{port}", "pid": self._child.pid}))
         self._launched.set()
 

@@ -13,6 +13,8 @@ import pytest
 
 from slipstream.config import load
 
+pytestmark = pytest.mark.slow
+
 RUN = """
 run = { name = "cli", folder = "@/run" }
 model.build = { model_type = "qwen3_moe" }

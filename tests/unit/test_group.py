@@ -84,7 +84,7 @@ async def test_a_version_is_on_every_node_or_on_none(leader: Leader) -> None:
     held again. The engine starts on every node, and the end of its part on one node is the end of that member, of the group,
     and of the other member."""
     first, crc32c = await leader.publish(1)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(200):
         await leader.group.prepare(first, leader.folder, "0.safetensors", crc32c)
         await leader.group.launch("10.0.0.1", 29550)
         engines = [json.loads((leader.folder / f"member-{n}" / "engine.json").read_text()) for n in (1, 2)]
@@ -121,7 +121,7 @@ async def test_a_member_that_stands_still_is_lost(leader: Leader, monkeypatch: p
     """It does not vote in time: the order fails, naming the node, and with it the group. A node that does not exist, and one
     that has a member, are refused."""
     first, crc32c = await leader.publish(1)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(200):
         await leader.group.prepare(first, leader.folder, "0.safetensors", crc32c)
         async with rpc.channel(leader.server.address) as channel:
             stub = group_pb2_grpc.GroupServiceStub(channel)

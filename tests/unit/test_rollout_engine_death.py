@@ -15,7 +15,7 @@ from slipstream.lifecycle import EXIT_ERROR, Lifecycle, SystemClock
 from slipstream.protos.buffer.v1 import policy_pb2_grpc, samples_pb2_grpc
 from slipstream.service import open_context
 from slipstream.service_command import ServiceArguments
-from tests.unit.test_rollout_worker import ScriptedBuffer, published, turns
+from tests.scripted_buffer import ScriptedBuffer, published, turns
 
 
 async def test_a_dead_engine_ends_the_worker_and_not_the_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

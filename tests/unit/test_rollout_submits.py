@@ -14,7 +14,7 @@ from slipstream import config
 from slipstream.environment import Action, Environment, Episode, Reset, Step, Task
 from slipstream.protos.buffer.v1 import samples_pb2
 from tests.rollout_runs import run_file
-from tests.unit.test_rollout_worker import ScriptedBuffer, published, service
+from tests.scripted_buffer import ScriptedBuffer, published, service
 
 SLOTS = 16
 

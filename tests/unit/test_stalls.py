@@ -26,7 +26,7 @@ from slipstream.telemetry import BufferMetrics
 from tests.buffer_client import run_file
 from tests.contract.test_service import wait_until
 from tests.rollout_runs import run_file as tiny
-from tests.unit.test_rollout_worker import ScriptedBuffer, Turns, published, service
+from tests.scripted_buffer import ScriptedBuffer, Turns, published, service
 
 
 def turns(folder: Path, stall_s: float) -> RunFile:

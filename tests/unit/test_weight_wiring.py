@@ -8,7 +8,7 @@ import pytest
 
 from slipstream import config
 from slipstream.errors import ConfigError
-from tests.unit.test_rollout_worker import ScriptedBuffer, published, service, turns
+from tests.scripted_buffer import ScriptedBuffer, published, service, turns
 
 
 async def test_a_worker_reads_versions_through_what_is_near(tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig, PreTrainedModel, initialization
 from transformers.distributed.configuration_utils import DistributedConfig
@@ -117,18 +116,11 @@ def _allocate(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in made:
-                made[id(parameter)] = parameter, nn.Parameter(_memory(parameter, device), parameter.requires_grad)
+                memory = mesh.empty_like(parameter, device=device)
+                made[id(parameter)] = parameter, nn.Parameter(memory, parameter.requires_grad)
             setattr(module, name, made[id(parameter)][1])
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = torch.empty_like(buffer, device=device)
-
-
-def _memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if not isinstance(tensor, DTensor):
-        return torch.empty_like(tensor, device=device)
-    local = torch.empty_like(tensor.to_local(), device=device)
-    return DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
 @torch.no_grad()

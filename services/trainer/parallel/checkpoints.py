@@ -23,9 +23,9 @@ from typing import Any, Protocol
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from services.trainer.checkpoint import Checkpoints, Header
+from services.trainer.parallel import mesh
 from services.trainer.shards import Description
 from services.trainer.snapshot import Allocate, Snapshot, named, whole
 from slipstream import config, logs
@@ -152,14 +152,6 @@ def in_place(modules: Mapping[str, torch.nn.Module], rank: int) -> Allocate:
         like = layouts.get(f"{optimized[part]}/{name.rpartition('/')[0]}" if moment else f"{part}/{name}")
         if like is None or like.shape != shape:
             return torch.empty(shape, dtype=dtype)  # a step count; or of another model: `restore` says so
-        return _like(like, dtype) if moment or like.dtype != dtype else like
+        return mesh.empty_like(like, dtype=dtype) if moment or like.dtype != dtype else like
 
     return allocate
-
-
-def _like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if not isinstance(tensor, DTensor):
-        return torch.empty_like(tensor, dtype=dtype)
-    local = torch.empty_like(tensor.to_local(), dtype=dtype)
-    return DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride())

@@ -292,6 +292,15 @@ def laid_out(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
+def empty_like(tensor: torch.Tensor, **different: Any) -> torch.Tensor:
+    """Memory for a tensor, or for this rank's share of one, placed as it is; `different`: another dtype, another device."""
+    if not isinstance(tensor, DTensor):
+        return torch.empty_like(tensor, **different)
+    return DTensor.from_local(
+        torch.empty_like(tensor.to_local(), **different), tensor.device_mesh, tensor.placements, run_check=False,
+        shape=tensor.shape, stride=tensor.stride())
+
+
 @torch.no_grad()
 def place(tensor: torch.Tensor, like: torch.Tensor) -> None:
     """Write this rank's share of a whole tensor into `like`."""
