@@ -85,7 +85,19 @@ async def _only(request: Any) -> AsyncIterator[Any]:
 
 
 async def attempt(channel: grpc.aio.Channel, method: Any, request: Any = None) -> tuple[int, str]:
-    """Call one method; the google.rpc code of the outcome and its reason."""
+    """Call one method; the google.rpc code of the outcome and its reason.
+
+    Of a call that is refused while something is still written into it, grpc.aio may say INTERNAL, if its write fails before the
+    refusal is read. Whoever streams calls again (slipstream.sample_stream), so this does, too.
+    """
+    for _ in range(5 if method.client_streaming else 1):
+        code, reason = await _attempt(channel, method, request)
+        if code != code_pb2.INTERNAL:
+            break
+    return code, reason
+
+
+async def _attempt(channel: grpc.aio.Channel, method: Any, request: Any) -> tuple[int, str]:
     request_class, response_class = (message_factory.GetMessageClass(m) for m in (method.input_type, method.output_type))
     call = getattr(channel, _kind(method))(
         f"/{path_of(method)}", request_serializer=request_class.SerializeToString,
