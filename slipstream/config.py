@@ -245,7 +245,11 @@ def parse(data: dict[str, Any], source: str = "run file") -> RunFile:
     try:
         return RunFile.model_validate(data)
     except ValidationError as error:
-        raise ConfigError("; ".join(_explain(source, e) for e in error.errors())) from None
+        found = [_explain(source, e) for e in error.errors()]
+        refusal = ConfigError("; ".join(found))
+        for sentence in found:  # for whoever has a line for each
+            refusal.add_note(sentence)
+        raise refusal from None
 
 
 def json_schema() -> dict[str, Any]:

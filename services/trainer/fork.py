@@ -42,6 +42,11 @@ async def fork(origin: RunFile, new: RunFile, at: int) -> dict[str, Any]:
             open_store(new.objects_url, new.objects.endpoint, new.objects.region) as store:
         if await store.list("checkpoints/") or await store.list("batches/"):
             raise ConfigError(f"objects.url = {new.objects_url} holds a run already: choose another place")
+        versions = await published(origin.folder, old)
+        told = (row["step"] for _, row in _rows(origin.folder / "metrics.jsonl") if "step" in row)
+        trained = max([*versions, *told], default=0)
+        if at > trained:  # its batch may be in the log already, but what it made of the weights is not known
+            raise NotFound(f"the newest step that was trained is {trained}", "STEP")
         replay = Replay(origin, old)
         # Pinned draws name the version of an older step, so the new run needs the versions since then, too.
         oldest = max(0, at - new.schedule.max_lag) if new.schedule.pinned else at
@@ -59,7 +64,7 @@ async def fork(origin: RunFile, new: RunFile, at: int) -> dict[str, Any]:
         await publish(started)
         await replay.through(at, publish)
         weights = await replay.weights()
-        for version in (await published(origin.folder, old)).get(at, ()):
+        for version in versions.get(at, ()):
             if version.weights != weights:
                 raise SlipstreamError(
                     f"step {at}, replayed from checkpoint {started}, is not what version {version.version} published: run "

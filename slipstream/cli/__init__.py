@@ -2,7 +2,7 @@
 
 Importing this package loads only typer; each command imports what it needs when it runs.
 
-Every error that a user can cause is one line on stderr that names the remedy; `--debug` adds the traceback.
+Every error that a user can cause is a line on stderr that names the remedy; `--debug` adds the traceback.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def explain(error: Exception) -> int:
-    """Print an error as one line and return the exit code: 2 for what the user can mend, 1 for what only time or we can.
+    """Print an error, a line for each mistake. The exit code: 2 for what the user can mend, 1 for what only time or we can.
 
     A bug keeps its traceback: nobody can mend it from one line.
     """
@@ -49,7 +49,8 @@ def explain(error: Exception) -> int:
     from slipstream.errors import ConfigError, InvalidInput, SlipstreamError
 
     if isinstance(error, SlipstreamError):
-        print(f"slipstream: {' '.join(error.message.split())}", file=sys.stderr)
+        for sentence in getattr(error, "__notes__", [error.message]):
+            print(f"slipstream: {' '.join(sentence.split())}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError | InvalidInput) else 1
     if isinstance(error, OSError):
         print(f"slipstream: {error}", file=sys.stderr)

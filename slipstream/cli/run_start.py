@@ -29,6 +29,7 @@ class Start(enum.Enum):
     OVER = "a new run, after what is there is deleted"  # asked for, or because nothing came of it
     FORK = "the first start of a fork"
     RESUME = "the run there goes on"
+    FINISHED = "the run there is finished, and a start says again how it ended"
 
 
 def start(folder: RunFolder, run: config.RunFile, fresh: bool) -> Start:
@@ -45,7 +46,7 @@ def start(folder: RunFolder, run: config.RunFile, fresh: bool) -> Start:
     if not folder.run_file.exists():
         return Start.FORK if origin and _goes_on_from(folder, origin, run) else Start.NEW
     if (changed := _changed(folder, run)) is None:
-        return Start.RESUME
+        return Start.FINISHED if _finished(folder, run) else Start.RESUME
     if _published(folder) or run.buffer.redis or run.objects.url:
         raise ConfigError(changed)
     return Start.FORK if origin and _goes_on_from(folder, origin, run) else Start.OVER
@@ -57,8 +58,8 @@ def free(folder: RunFolder) -> None:
         raise ConfigError(f"{folder.path} is locked by a live run: follow it with `slipstream watch {folder.path}`, or set "
                           "another run.name")
     existing = next(p for p in (folder.path, *folder.path.parents) if p.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"run folder {folder.path} cannot be written ({existing} is closed to this user, or no directory): "
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK) or existing.parts[1:2] in (("proc",), ("sys",)):
+        raise ConfigError(f"run folder {folder.path} cannot be written ({existing} takes no files of this user): "
                           "set run.folder to another one")
 
 
@@ -85,6 +86,14 @@ def _published(folder: RunFolder) -> bool:
     """Something came of the run there: a policy version, or in supervised fine-tuning a step."""
     own = folder.metrics if not folder.fork.exists() else folder.published
     return any(path.exists() and path.stat().st_size for path in (own, folder.published))
+
+
+def _finished(folder: RunFolder, run: config.RunFile) -> bool:
+    """Its trainer came to its end, which is the end of this run file, too."""
+    processes = (read_json(folder.state) or {}).get("processes", {}).values()
+    before = config.load(folder.run_file).run
+    return (before.steps, before.target_reward) == (run.run.steps, run.run.target_reward) and any(
+        p["service"] == "trainer" and p["state"] == "finished" for p in processes)
 
 
 def _goes_on_from(folder: RunFolder, origin: dict[str, Any], run: config.RunFile) -> bool:

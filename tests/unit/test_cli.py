@@ -109,9 +109,12 @@ def test_config_commands(tmp_path: Path) -> None:
 
 
 def test_wrong_key(run_file: Path, tmp_path: Path) -> None:
-    """An unknown key is answered with the nearest known one."""
-    said = one_line(slipstream("run", str(run_file), "--set", "schedule.maxlag=1", cwd=tmp_path, code=2))
-    assert "unknown key schedule.maxlag" in said and "did you mean 'max_lag'?" in said
+    """An unknown key is answered with the nearest known one; two mistakes are two lines."""
+    overrides = "--set", "schedule.maxlag=1", "--set", "trainer.learning_rat=1"
+    said = slipstream("run", str(run_file), *overrides, cwd=tmp_path, code=2).splitlines()
+    assert len(said) == 2 and all(line.startswith("slipstream: ") for line in said), said
+    assert "unknown key schedule.maxlag" in said[0] and "did you mean 'max_lag'?" in said[0]
+    assert "unknown key trainer.learning_rat" in said[1]
 
 
 def test_usage_errors(tmp_path: Path) -> None:

@@ -95,6 +95,9 @@ def test_a_run_that_came_to_nothing_claims_no_folder(tmp_path: Path) -> None:
     assert not folder.run_file.exists() and not list(folder.redis.iterdir())
     run_folder.write_run_file(folder, right, "127.0.0.1:1")
     assert run_start.start(folder, right, fresh=False) is Start.RESUME
+    run_folder.write_json(folder.state, {"processes": {"trainer": {"service": "trainer", "state": "finished"}}})
+    assert run_start.start(folder, right, fresh=False) is Start.FINISHED
+    assert run_start.start(folder, a_run(tmp_path / "run", steps=9), fresh=False) is Start.RESUME
     published(folder)
     with pytest.raises(ConfigError, match=r'model_type was "x" and is "wrong"'):
         run_start.start(folder, a_run(tmp_path / "run", model="wrong"), fresh=False)

@@ -180,13 +180,13 @@ async def test_a_fork_goes_on_with_its_own_ledger(disturbed: Disturbed, redis: R
 
 async def test_a_fork_needs_a_place_of_its_own_and_weights_that_were_published(disturbed: Disturbed, tmp_path: Path) -> None:
     """The origin's name or objects are refused; so is a step that replays to other weights than were published, and one that
-    the log does not reach."""
+    was not trained."""
     with pytest.raises(ConfigError, match="run.name = 'test' is the origin's"):
         await fork(disturbed.run, disturbed.run, 1)
     same = forked(disturbed.run, tmp_path / "a", objects={"url": disturbed.run.objects_url})
     with pytest.raises(ConfigError, match="is the origin's: a fork needs a place of its own"):
         await fork(disturbed.run, same, 1)
-    with pytest.raises(NotFound, match="batch 4 is not in the batch log"):
+    with pytest.raises(NotFound, match="the newest step that was trained is 3"):
         await fork(disturbed.run, forked(disturbed.run, tmp_path / "b"), 4)
     rows = lines(disturbed.folder, "audit/versions.jsonl")
     (disturbed.folder / "audit" / "versions.jsonl").write_text(

@@ -77,7 +77,9 @@ def launch(ranks: int, argv: list[str]) -> int:
         elastic_launch(settings, sys.executable)("-m", "services.trainer", *argv)
     except ChildFailedError as error:
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        log.error(f"ranks of the trainer ended: {codes}")
+        # A rank that ended by itself has said why; its words are those that people should be shown.
+        say = log.error if all(code < 0 for code in codes.values()) else log.warning
+        say(f"ranks of the trainer ended: {codes}")
         return max((code for code in codes.values() if code > 0), default=1)
     except SignalException:
         return 0  # asked to stop; rank 0 was, too, and has stopped in order
