@@ -71,10 +71,13 @@ class ExpertParallel(Protocol):
 
 
 def dispatch(
-    exchange: ExpertParallel, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor,
+    exchange: ExpertParallel, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, splits: Any = None,
 ) -> Received:
-    """`exchange.dispatch` with gradients for x and topk_weights. Weights of experts elsewhere are zero."""
-    rows, idx, weights, handle = _Dispatch.apply(exchange, x, topk_idx, topk_weights)  # pyright: ignore
+    """`exchange.dispatch` with gradients for x and topk_weights. Weights of experts elsewhere are zero.
+
+    `splits`: see known_routes.py; on all ranks or on none, and only for an exchange that `foresees`.
+    """
+    rows, idx, weights, handle = _Dispatch.apply(exchange, x, topk_idx, topk_weights, splits)  # pyright: ignore
     return Received(rows, idx, weights.masked_fill(idx < 0, 0.0), handle)
 
 
@@ -85,8 +88,11 @@ def combine(exchange: ExpertParallel, rows: torch.Tensor, handle: Any) -> torch.
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: ExpertParallel, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> Any:
-        received = exchange.dispatch(x, topk_idx, topk_weights)
+    def forward(
+        ctx: Any, exchange: Any, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, splits: Any,
+    ) -> Any:
+        known = {} if splits is None else {"splits": splits}
+        received = exchange.dispatch(x, topk_idx, topk_weights, **known)
         ctx.exchange, ctx.handle = exchange, received.handle
         ctx.dtypes = x.dtype, topk_weights.dtype
         ctx.mark_non_differentiable(received.idx)
@@ -96,7 +102,7 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         grad_rows, _, grad_weights, _ = grads
         grad_x, grad_topk = ctx.exchange.combine(grad_rows, ctx.handle, grad_weights)
-        return None, grad_x.to(ctx.dtypes[0]), None, grad_topk.to(ctx.dtypes[1])
+        return None, grad_x.to(ctx.dtypes[0]), None, grad_topk.to(ctx.dtypes[1]), None
 
 
 class _Combine(torch.autograd.Function):

@@ -16,6 +16,7 @@ from transformers.distributed.expert_parallel import EPImplementation, EPImpleme
 
 from services.trainer.parallel import exchange as seam
 from services.trainer.parallel.exchange import ExpertParallel
+from services.trainer.parallel.known_routes import KnownRoutes, Splits
 
 # (group of the experts' ranks, number of experts, hidden size, dtype) -> an exchange
 Make = Callable[[dist.ProcessGroup, int, int, torch.dtype], ExpertParallel]
@@ -25,7 +26,7 @@ class Exchanges:
     """One exchange for each expert group and shape, shared by the layers: buffers are large and communicators few."""
 
     def __init__(self, make: Make) -> None:
-        self._make = make
+        self._make, self.known = make, KnownRoutes()
         self._made: dict[Any, ExpertParallel] = {}
 
     def of(self, group: dist.ProcessGroup, experts: int, hidden: int, dtype: torch.dtype) -> ExpertParallel:
@@ -34,6 +35,11 @@ class Exchanges:
         if key not in self._made:
             self._made[key] = self._make(group, experts, hidden, dtype)
         return self._made[key]
+
+    @property
+    def foresee(self) -> bool:
+        """Whether those that were made can do without counts."""
+        return bool(self._made) and all(getattr(made, "foresees", False) for made in self._made.values())
 
     def close(self) -> None:
         """Close them all. Collective."""
@@ -47,27 +53,33 @@ class ExchangedExperts(EPImplementation):
 
     def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any, exchanges: Exchanges) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
-        self._exchanges, self._local = exchanges, int(experts.num_experts)
+        self._exchanges, self._local, self._experts = exchanges, int(experts.num_experts), experts
+        exchanges.known.spread(self._local * ep_mesh.size(), ep_mesh.get_group(), (tp_mesh.get_local_rank(), tp_mesh.size()))
         experts.experts_of_all_ranks = self._local * ep_mesh.size()  # see services.trainer.expert_load.number_of
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor,
     ) -> torch.Tensor:
         tokens, sliced = len(hidden_states), self.tp_mesh.size() > 1
-        inputs = hidden_states, top_k_index, top_k_weights
-        if sliced:
-            inputs = tuple(_slice(value, self.tp_mesh) for value in inputs)
+        splits: Splits | None = None
+        if (foreseen := self._exchanges.known.of(self._experts)) is not None:
+            splits, there_N = foreseen
+            top_k_index = top_k_index.masked_fill(~torch.from_numpy(there_N).to(top_k_index.device)[:, None], -1)
+        x, idx, weights = (
+            _slice(value, self.tp_mesh) if sliced else value for value in (hidden_states, top_k_index, top_k_weights))
         exchange = self._exchanges.of(
             self.ep_mesh.get_group(), self._local * self.ep_mesh.size(), hidden_states.shape[1], hidden_states.dtype)
-        rounds = exchange.rounds(len(inputs[0]))
-        parts = zip(*(value.tensor_split(rounds) for value in inputs), strict=True)
-        out = torch.cat([self._round(exchange, *part) for part in parts]) if rounds > 1 else self._round(exchange, *inputs)
+        rounds = 1 if splits is not None else exchange.rounds(len(x))
+        parts = zip(*(value.tensor_split(rounds) for value in (x, idx, weights)), strict=True)
+        out = torch.cat([self._round(exchange, *part) for part in parts]) if rounds > 1 else self._round(
+            exchange, x, idx, weights, splits)
         return _joined(out, tokens, self.tp_mesh) if sliced else out
 
     def _round(
         self, exchange: ExpertParallel, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor,
+        splits: Splits | None = None,
     ) -> torch.Tensor:
-        received = seam.dispatch(exchange, x, topk_idx.long(), topk_weights)
+        received = seam.dispatch(exchange, x, topk_idx.long(), topk_weights, splits)
         assert received.weights is not None
         if len(received.rows):
             idx = torch.where(received.idx < 0, self._local, received.idx)

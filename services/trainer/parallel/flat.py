@@ -13,6 +13,7 @@ from torch import distributed as dist
 
 from services.trainer.parallel.exchange import Received, check_ranks, check_tokens
 from services.trainer.parallel.hops import Hop, hits, local_ids, pack, plan, unpack
+from services.trainer.parallel.known_routes import Splits
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class Flat:
     """
 
     name = "flat"
+    foresees = True
 
     def __init__(self, group: dist.ProcessGroup, experts: int, *, nodes: int = 1) -> None:
         self.group, self.experts = group, experts
@@ -39,13 +41,13 @@ class Flat:
 
     def dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor | None = None, topk_weights: torch.Tensor | None = None, *,
-        handle: FlatHandle | None = None,
+        handle: FlatHandle | None = None, splits: Splits | None = None,
     ) -> Received:
         if handle is not None:
             return Received(handle.hop.out(x), handle.idx, None, handle)
         check_tokens(x, topk_idx, topk_weights, self.experts)
         assert topk_idx is not None and topk_weights is not None
-        hop = plan(hits(topk_idx, self._local, self._ranks), self.group)
+        hop = plan(hits(topk_idx, self._local, self._ranks), self.group, splits and splits.direct(self._rank))
         fields = [x, topk_weights, topk_idx.to(torch.int16)]
         rows, weights, ids = unpack(hop.out(pack(fields)), fields)
         idx = local_ids(ids.long(), self._rank, self._local)

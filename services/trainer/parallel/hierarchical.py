@@ -17,6 +17,7 @@ from torch import distributed as dist
 
 from services.trainer.parallel.exchange import Received, check_ranks, check_tokens
 from services.trainer.parallel.hops import Hop, hits, local_ids, pack, plan, unpack
+from services.trainer.parallel.known_routes import Splits
 from services.trainer.parallel.topology import Topology
 
 
@@ -37,6 +38,7 @@ class Hierarchical:
     """
 
     name = "hierarchical"
+    foresees = True
 
     def __init__(self, topology: Topology, experts: int, *, canonical: bool = False) -> None:
         self.group, self.experts, self._topology = topology.group, experts, topology
@@ -45,20 +47,20 @@ class Hierarchical:
 
     def dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor | None = None, topk_weights: torch.Tensor | None = None, *,
-        handle: HierarchicalHandle | None = None,
+        handle: HierarchicalHandle | None = None, splits: Splits | None = None,
     ) -> Received:
         if handle is not None:
             return Received(_ordered(handle.node.out(handle.rail.out(x)), handle.order), handle.idx, None, handle)
         check_tokens(x, topk_idx, topk_weights, self.experts)
         assert topk_idx is not None and topk_weights is not None
         topology, local = self._topology, self._local
-        rail = plan(hits(topk_idx, local * topology.width, topology.nodes), topology.rail)
+        rail = plan(hits(topk_idx, local * topology.width, topology.nodes), topology.rail, splits and splits.rail(self._rank))
         fields = [x, topk_weights, topk_idx.to(torch.int16)]
         relayed = rail.out(pack(fields))
         ids = unpack(relayed, fields)[2].long()
         first = topology.node_index * topology.width * local  # of this node's experts
         here = torch.where((ids >= first) & (ids < first + topology.width * local), ids - first, -1)
-        node = plan(hits(here, local, topology.width), topology.node)
+        node = plan(hits(here, local, topology.width), topology.node, splits and splits.node(self._rank))
         order = self._order(rail, node) if self._canonical else None
         rows, weights, ids = unpack(_ordered(node.out(relayed), order), fields)
         idx = local_ids(ids.long(), self._rank, local)

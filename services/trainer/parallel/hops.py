@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import distributed as dist
 
+from slipstream.errors import InvalidInput
+
 
 @dataclass(frozen=True, slots=True)
 class Hop:
@@ -52,10 +54,21 @@ class Hop:
         return total.to(rows.dtype)
 
 
-def plan(wanted: torch.Tensor, group: dist.ProcessGroup) -> Hop:
-    """A hop in which row t goes to rank g when `wanted[t, g]`. Collective: ranks tell each other how many rows come."""
+def plan(wanted: torch.Tensor, group: dist.ProcessGroup, foreseen: tuple[list[int], list[int]] | None = None) -> Hop:
+    """A hop in which row t goes to rank g when `wanted[t, g]`. Collective: ranks tell each other how many rows come.
+
+    Unless it is `foreseen` (rows for each rank, rows from each rank), on all ranks of the group: then nobody asks. Raises
+    InvalidInput when other rows are wanted.
+    """
     destination, index = wanted.t().nonzero(as_tuple=True)
     counts = torch.bincount(destination, minlength=wanted.shape[1])
+    if foreseen is not None:
+        if (found := counts.tolist()) != foreseen[0]:
+            raise InvalidInput(
+                f"an exchange sends {found} tokens to its ranks, and {foreseen[0]} were foreseen from recorded routes: they "
+                "are not of these tokens or layers. Set trainer.parallel.plan_routes = false, and report the model's class",
+                "ROUTES_FORESEEN", field="routes")
+        return Hop(group, index, *foreseen, len(wanted))
     came = torch.empty_like(counts)
     dist.all_to_all_single(came, counts, group=group)
     sent, received = torch.stack([counts, came]).tolist()

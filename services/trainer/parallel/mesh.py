@@ -178,16 +178,21 @@ def recompute(model: Any) -> None:
             module.training = True
 
 
+def width(settings: config.Parallel) -> int:
+    """Ranks of a node."""
+    return settings.ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", str(settings.ranks)))
+
+
 def make(
     run: config.RunFile, model: Any, group: dist.ProcessGroup, experts: int, hidden: int, device: torch.device,
 ) -> ExpertParallel:
     """The exchange of trainer.parallel.exchange, or the one that the cost model chooses. Collective."""
     settings, shape = run.trainer.parallel, model.config.get_text_config()
-    width = settings.ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", str(settings.ranks)))
+    across = width(settings)
     ranks = dist.get_process_group_ranks(group)
     top_k = int(getattr(shape, "num_experts_per_tok", None) or getattr(shape, "moe_topk", None) or 1)
     demand = Demand(
-        experts, top_k, hidden, len(ranks), width, run.model.dtype, settings.max_tokens, settings.num_sms, settings.hybrid,
+        experts, top_k, hidden, len(ranks), across, run.model.dtype, settings.max_tokens, settings.num_sms, settings.hybrid,
         pad_hidden=settings.pad_hidden, capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
         group_ranks=tuple(ranks))
     name = settings.exchange
@@ -196,11 +201,11 @@ def make(
     if name == "deep_ep":
         return DeepEP(group, demand, device)
     if name == "hierarchical":
-        nodes = topology(group, width)
+        nodes = topology(group, across)
         hangs.bounded([nodes.node, nodes.rail], settings.collective_timeout_s)
         return Hierarchical(nodes, experts, canonical=settings.canonical)
     if name == "flat":
-        nodes = max(1, len(ranks) // width)
+        nodes = max(1, len(ranks) // across)
         return Flat(group, experts, nodes=nodes if settings.canonical else 1)
     return (AllGather if name == "all_gather" else Copies)(group, experts)
 
