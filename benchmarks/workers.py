@@ -4,9 +4,13 @@
 
 Each worker keeps an episode open for --episode-s, half as long to half as long again, hands in what has finished and leases as
 many again in the next call, and sends a heartbeat for all its leases every 15 s. A trainer numbers, reads, publishes and
-commits. No tokens are generated: bodies of --tokens tokens are prepared. The workers live in a process of their own, whose
-CPU is not counted. `lease_p99_ms` is the time of LeaseSamples calls as a client sees it, after the ramp; `cpu_s_per_mtok` is
-the CPU of the buffer and of Redis per million trained tokens.
+commits. No tokens are generated: bodies of --tokens tokens are prepared. The workers live in processes of their own, whose CPU
+is not counted. `lease_p99_ms` is the time of LeaseSamples calls as a client sees it, after the ramp; `cpu_s_per_mtok` is the
+CPU of the buffer and of Redis per million trained tokens.
+
+Nine hundred workers share one process, so their calls also wait for each other's turn in its event loop: `client_lag_p99_ms` is
+by how much that loop is late. A hundred have another process, which is idle as a real worker is between two calls:
+`lease_apart_p99_ms` is of their calls alone. `lease_p99_ms` is of all of them.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +39,8 @@ from slipstream.protos.buffer.v1 import samples_pb2, samples_pb2_grpc
 GROUPS, GROUP_SIZE = 128, 8
 HEARTBEAT_S, RAMP_S, GATHER_S = 15.0, 20.0, 1.0
 CHANNELS = 16
+APART = 10  # one worker of so many lives in the process that is idle
+TICK_S = 0.005
 
 
 @dataclass(frozen=True)
@@ -93,13 +100,22 @@ class Worker:
             await asyncio.sleep(max(after - time.monotonic(), 0.01))
 
 
-async def run_clients(address: str, fleet: Fleet) -> None:
-    """The clients' process: reads steps from stdin (a line each), prints what it measured when stdin ends."""
+async def late(lags: list[tuple[float, float]]) -> None:
+    """For ever: by how much this event loop is late, in seconds, and when."""
+    while True:
+        started = time.monotonic()
+        await asyncio.sleep(TICK_S)
+        lags.append((started, time.monotonic() - started - TICK_S))
+
+
+async def run_clients(address: str, fleet: Fleet, numbers: range) -> None:
+    """A process of clients: reads steps from stdin (a line each), prints what it measured when stdin ends."""
     channels = [rpc.channel(address) for _ in range(CHANNELS)]
     stubs = [samples_pb2_grpc.SampleServiceStub(c) for c in channels]
-    bodies, times = {0: body_of(fleet.tokens)}, []
-    members = [Worker(f"rollout-{i}", stubs[i % CHANNELS], fleet, bodies, times) for i in range(fleet.workers)]
-    tasks = [asyncio.create_task(w.live(RAMP_S * i / fleet.workers)) for i, w in enumerate(members)]
+    bodies, times, lags = {0: body_of(fleet.tokens)}, [], []
+    members = [Worker(f"rollout-{i}", stubs[i % CHANNELS], fleet, bodies, times) for i in numbers]
+    tasks = [asyncio.create_task(w.live(RAMP_S * i / fleet.workers)) for i, w in zip(numbers, members, strict=True)]
+    tasks.append(asyncio.create_task(late(lags)))
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     while line := await reader.readline():
@@ -110,7 +126,7 @@ async def run_clients(address: str, fleet: Fleet) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    print(json.dumps({"times": times, "open": open_now}))
+    print(json.dumps({"times": times, "lags": lags, "open": open_now}))
 
 
 async def train(buffer: ServedBuffer, tell: Any, state: dict[str, int]) -> None:
@@ -135,12 +151,15 @@ async def measure(folder: Path, fleet: Fleet) -> dict[str, Any]:
     state = {"samples": 0, "batch": 0}
     async with served(folder / "scale", run) as buffer:
         await buffer.client.begin()
-        clients = _start_clients(buffer.address, fleet)
-        stdin: Any = clients.stdin
+        apart = fleet.workers // APART
+        clients = [_start_clients(buffer.address, fleet, first, last)
+                   for first, last in ((apart, fleet.workers), (0, apart)) if first < last]
 
         def tell(step: int) -> None:
-            stdin.write(f"{step}\n")
-            stdin.flush()
+            for process in clients:
+                stdin: Any = process.stdin
+                stdin.write(f"{step}\n")
+                stdin.flush()
 
         trainer = asyncio.create_task(train(buffer, tell, state))
         try:
@@ -150,25 +169,34 @@ async def measure(folder: Path, fleet: Fleet) -> dict[str, Any]:
             last, cpu_after, samples_after = time.monotonic(), buffer.cpu_s(), state["samples"]
             if trainer.done():
                 trainer.result()
-            out, _ = await asyncio.to_thread(clients.communicate, None, 60)
+            outs = await asyncio.gather(*(asyncio.to_thread(process.communicate, None, 60) for process in clients))
         finally:
             trainer.cancel()
-            clients.kill()
-    found = json.loads(out)
-    leases = np.array([took for at, took in found["times"] if first <= at <= last]) * 1000
+            for process in clients:
+                process.kill()
+    found = [json.loads(out) for out, _ in outs]
     mtok = (samples_after - samples_before) * fleet.tokens / 1e6
     buffer_s, redis_s = (after - before for after, before in zip(cpu_after, cpu_before, strict=True))
+
+    def ms(name: str, part: Sequence[dict[str, Any]], percent: float) -> float:
+        return float(np.percentile([took * 1000 for one in part for at, took in one[name] if first <= at <= last], percent))
+
+    leases = sum(first <= at <= last for one in found for at, _ in one["times"])
     return {
-        "lease_p99_ms": float(np.percentile(leases, 99)), "lease_p50_ms": float(np.percentile(leases, 50)),
-        "leases_per_s": len(leases) / (last - first), "open_episodes": found["open"],
+        "lease_p99_ms": ms("times", found, 99), "lease_p50_ms": ms("times", found, 50),
+        "lease_apart_p99_ms": ms("times", found[-1:], 99), "lease_apart_p50_ms": ms("times", found[-1:], 50),
+        "client_lag_p99_ms": ms("lags", found[:1], 99),
+        "leases_per_s": leases / (last - first), "open_episodes": sum(one["open"] for one in found),
         "samples_per_s": (samples_after - samples_before) / (last - first), "batches": state["batch"],
         "cpu_s_per_mtok": (buffer_s + redis_s) / mtok if mtok else float("inf"),
         "buffer_cores": buffer_s / (last - first), "redis_cores": redis_s / (last - first),
         "fleet": json.dumps(asdict(fleet))}
 
 
-def _start_clients(address: str, fleet: Fleet) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "benchmarks.workers", "--clients", address, *_arguments(fleet)]
+def _start_clients(address: str, fleet: Fleet, first: int, last: int) -> subprocess.Popen[str]:
+    command = [
+        sys.executable, "-m", "benchmarks.workers", "--clients", address, "--numbers", str(first), str(last),
+        *_arguments(fleet)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
@@ -187,12 +215,13 @@ def main() -> None:
     for name, default in asdict(Fleet()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     parser.add_argument("--clients", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--numbers", type=int, nargs=2, default=(0, 0), help=argparse.SUPPRESS)
     parser.add_argument("--json", default="")
     arguments = parser.parse_args()
     fleet = Fleet(**{name: getattr(arguments, name) for name in asdict(Fleet())})
     if arguments.clients:
         os.nice(1)  # the buffer under test goes first
-        return rpc.run(run_clients(arguments.clients, fleet))
+        return rpc.run(run_clients(arguments.clients, fleet, range(*arguments.numbers)))
     figures = rpc.run(_main(fleet))
     rows = [[name, f"{value:.3f}" if isinstance(value, float) else str(value)] for name, value in figures.items()]
     publish("a thousand workers", ["figure", "value"], rows, figures, arguments.json)

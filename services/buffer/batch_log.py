@@ -7,10 +7,11 @@ The bytes are a function of the ledger's records alone, so that whoever writes i
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 
-from services.buffer.ledger import Composition, Numbering
+from services.buffer.ledger import BatchedGroup, Composition, Numbering
 from slipstream import seeds
 from slipstream.batch_log import HEAD, MAGIC, log_key, numbers, read_header
 from slipstream.errors import Fenced, NotFound, SlipstreamError
@@ -21,12 +22,27 @@ from slipstream.sample import crc32c
 
 _VARINT = 10  # most bytes by which one offset can grow when the start of the bodies moves
 MESSAGE_BYTES = 1 << 20
+MEMBERS_AT_ONCE = 64  # of a batch that is being built: about a millisecond
 _CACHED_BYTES = 256 << 20
 
 
-def build(run: str, seed: int, composition: Composition) -> tuple[batches_pb2.Batch, list[Piece]]:
-    """The `Batch` of a composition, and its log object in pieces (three, then the bodies). `seed` is that of the run."""
-    batch = _batch(run, seed, composition)
+async def build(run: str, seed: int, composition: Composition) -> tuple[batches_pb2.Batch, list[Piece]]:
+    """The `Batch` of a composition, and its log object in pieces (three, then the bodies). `seed` is that of the run.
+
+    A thousand members take tens of milliseconds, so other calls have their turn between any few groups.
+    """
+    batch, members = _head(run, composition), 0
+    for group in composition.groups:
+        _add(batch, seed, composition.ledger_epoch, group)
+        members += len(group.members)
+        if members >= MEMBERS_AT_ONCE:
+            members = 0
+            await asyncio.sleep(0)
+    return batch, _pieces(batch, composition)
+
+
+def _pieces(batch: batches_pb2.Batch, composition: Composition) -> list[Piece]:
+    """The log object of a batch, whose references get their offsets."""
     refs = [member.body for group in batch.groups for member in group.members]
     start = HEAD.size + batch.ByteSize() + _VARINT * len(refs)
     start += -start % 64
@@ -37,35 +53,37 @@ def build(run: str, seed: int, composition: Composition) -> tuple[batches_pb2.Ba
     header = batch.SerializeToString(deterministic=True)
     padding = bytes(start - HEAD.size - len(header))
     bodies = [m.body for g in composition.groups for m in g.members]
-    return batch, [HEAD.pack(MAGIC, len(header), crc32c(header), 0), header, padding, *bodies]
+    return [HEAD.pack(MAGIC, len(header), crc32c(header), 0), header, padding, *bodies]
 
 
-def _batch(run: str, seed: int, composition: Composition) -> batches_pb2.Batch:
+def _head(run: str, composition: Composition) -> batches_pb2.Batch:
+    """The batch without its groups."""
     key, epoch = log_key(composition.batch), composition.ledger_epoch
     batch = batches_pb2.Batch(
         run=run, batch=composition.batch, log_key=key, ledger_sequence=composition.ledger_sequence,
         numbered_unix_ms=composition.numbered_ms, next_draw=composition.next_draw, live_draws=composition.live)
     for draw, reason in composition.drops:
         batch.drops.add(draw=sample_pb2.DrawId(ledger_epoch=epoch, number=draw), reason=reason)
-    for group in composition.groups:
-        draw = sample_pb2.DrawId(ledger_epoch=epoch, number=group.draw)
-        out = batch.groups.add(
-            draw=draw, group_size=group.group_size, lag=max(0, group.lag), mask_below_step=group.mask_below_step,
-            no_signal=group.no_signal,
-            task=sample_pb2.Task(
-                environment=group.environment, index=group.task_index,
-                seed=seeds.task_seed(seed, group.environment, group.draw)))
-        member = batches_pb2.BatchMember()  # filled for each, copied: making one from nothing takes three times as long
-        sample, body = member.sample, member.body
-        sample.draw.CopyFrom(draw)
-        body.key = key
-        for m in group.members:
-            sample.index, body.size, body.crc32c = m.index, len(m.body), m.crc32c
-            member.oldest_step, member.newest_step = m.oldest_step, m.newest_step
-            member.tokens, member.generated_tokens = m.tokens, m.generated_tokens
-            member.score.ParseFromString(m.score)
-            out.members.append(member)
     return batch
+
+
+def _add(batch: batches_pb2.Batch, seed: int, epoch: int, group: BatchedGroup) -> None:
+    draw = sample_pb2.DrawId(ledger_epoch=epoch, number=group.draw)
+    out = batch.groups.add(
+        draw=draw, group_size=group.group_size, lag=max(0, group.lag), mask_below_step=group.mask_below_step,
+        no_signal=group.no_signal,
+        task=sample_pb2.Task(
+            environment=group.environment, index=group.task_index, seed=seeds.task_seed(seed, group.environment, group.draw)))
+    member = batches_pb2.BatchMember()  # filled for each, copied: making one from nothing takes three times as long
+    sample, body = member.sample, member.body
+    sample.draw.CopyFrom(draw)
+    body.key = batch.log_key
+    for m in group.members:
+        sample.index, body.size, body.crc32c = m.index, len(m.body), m.crc32c
+        member.oldest_step, member.newest_step = m.oldest_step, m.newest_step
+        member.tokens, member.generated_tokens = m.tokens, m.generated_tokens
+        member.score.ParseFromString(m.score)
+        out.members.append(member)
 
 
 def same(logged: batches_pb2.Batch, numbering: Numbering) -> bool:
@@ -92,7 +110,7 @@ class BatchLog:
 
     async def write(self, composition: Composition) -> batches_pb2.Batch:
         """Put the object if it is absent; durable when this returns. Raises Fenced when another batch k is there."""
-        batch, pieces = build(self._run, self._seed, composition)
+        batch, pieces = await build(self._run, self._seed, composition)
         if not await self._store.put_if_absent(batch.log_key, pieces) and await read_header(self._store, batch.batch) != batch:
             raise diverged(batch.batch)
         self._keep(batch, [m.body for g in composition.groups for m in g.members])

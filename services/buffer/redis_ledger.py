@@ -52,6 +52,7 @@ from slipstream.errors import Unavailable
 __all__ = ["RedisLedger", "connect", "verify"]
 BODIES_AT_ONCE = 1 << 20
 BESIDE_BYTES = 16 << 10  # of a body that goes beside its script (see Scripts.run); for less, that costs more than it saves
+GROUPS_AT_ONCE = 64  # that one script looks through, so that nobody waits long for it
 _EXACT = 1 << 53  # numbers that Lua knows
 _OUTCOMES = {o.value: o for o in Outcome}
 
@@ -72,6 +73,8 @@ class RedisLedger:
         self._proposals: list[tuple[str, int]] = []  # tasks of the cursor's positions `_start`, `_start` + 1, ...
         self._tasks: Iterator[tuple[str, int]] = iter(())  # those after them
         self._start = -1  # to be read
+        self.groups_at_once = GROUPS_AT_ONCE
+        self._ages = b""  # of open groups, as number_batch told them
 
     async def open(self, tasks: Mapping[str, int]) -> None:
         """Create or join the ledger of the run. ConfigError when its shape or schema differs."""
@@ -204,29 +207,44 @@ class RedisLedger:
 
     async def number_batch(self, incarnation: int, batch: int) -> Numbering:
         """Fix the composition of batch k, or say why it has to wait. OutOfRange unless committed < k <= numbered + 1."""
-        r, _, _ = await self._run("number_batch", {"incarnation": incarnation, "batch": batch})
+        most = self.groups_at_once  # twice as many each time, so that it ends however fast groups change
+        while "look" in (r := await self._number(incarnation, batch, most)):
+            most *= 2
+            for first in range(0, len(r["look"]), self.groups_at_once):
+                draws = r["look"][first:first + self.groups_at_once]
+                self._ages += (await self._run("ages", {"draws": draws}))[1]
         waiting = Waiting(r["why"], r["facts"]) if "why" in r else None
         return Numbering(
             r["numbered"], waiting, r.get("full", False), r.get("finished", False), r.get("sequence", 0),
             r.get("numbered_ms", 0))
 
+    async def _number(self, incarnation: int, batch: int, most: int) -> dict[str, Any]:
+        request = {"incarnation": incarnation, "batch": batch, "most": most}
+        result, ages, _ = await self._run("number_batch", request, items=self._ages)
+        self._ages = ages or self._ages
+        return result
+
     async def read_batch(self, batch: int) -> Composition:
         """The composition with its bodies. OutOfRange unless numbered and uncommitted."""
+        groups: list[BatchedGroup] = []
         while True:
-            result, packed, scores = await self._run("read_batch", {"batch": batch})
+            request = {"batch": batch, "first": len(groups), "most": self.groups_at_once}
+            result, packed, scores = await self._run("read_batch", request)
             infos = list(rows.members(packed))
             draws = [d for d, *_, size in result["groups"] for _ in range(size)]
             names = [f"{draw}:{info.sample}" for draw, info in zip(draws, infos, strict=True)]
             bodies = await self._bodies(names, [info.size for info in infos])
-            if all(bodies):  # else committed meanwhile: the script says so
-                break
-        parts = zip(infos, bodies, scores, strict=True)
-        groups = []
-        for d, e, x, n, lag, mask, quiet, size in result["groups"]:
+            if not all(bodies):
+                continue  # committed meanwhile: the script says so
             members = [
                 Member(i.sample, body, i.crc32c, score, i.oldest_step, i.newest_step, i.tokens, i.generated_tokens, i.spilled)
-                for i, body, score in itertools.islice(parts, size)]
-            groups.append(BatchedGroup(d, e, x, n, lag, mask, members, bool(quiet)))
+                for i, body, score in zip(infos, bodies, scores, strict=True)]
+            following = iter(members)
+            groups += [
+                BatchedGroup(d, e, x, n, lag, mask, list(itertools.islice(following, size)), bool(quiet))
+                for d, e, x, n, lag, mask, quiet, size in result["groups"]]
+            if len(groups) == result["of"]:
+                break
         return Composition(
             batch, result["epoch"], result["sequence"], groups, [(d, r) for d, r in result["drops"]], result["numbered_ms"],
             result["next_draw"], list(result["live"]))
@@ -248,7 +266,7 @@ class RedisLedger:
     async def commit(self, incarnation: int, through_batch: int) -> int:
         """Close the rows of all batches up to k and free their bodies. Idempotent."""
         while True:
-            committed, _, _ = await self._run("commit", {"incarnation": incarnation, "through": through_batch, "most": 2})
+            committed, _, _ = await self._run("commit", {"incarnation": incarnation, "through": through_batch, "most": 1})
             if committed >= through_batch:
                 return committed
 

@@ -97,6 +97,8 @@ class Pair(World):
     def _front(self, number: int) -> RedisLedger:
         front = RedisLedger(self.client, self.rules, lambda: self.now)
         front.beside_bytes = 1 << 30 if number else 1
+        if not number:
+            front.groups_at_once = 1
         return front
 
     async def begin(self) -> None:
@@ -111,6 +113,8 @@ class Pair(World):
         front = self.fronts[self.turn % 2]
         if front._scripts.lost_connection and method not in ("open", "grace"):
             await self.model.grace()  # as the front does by itself
+        if method == "number_batch" and self.turn % 3 == 0:
+            await self._begin_to_number(*args)
         expected = await super().call(method, *args)
         found = await _answer(front, method, args)
         assert found == expected, f"{method}{args}: model {expected}, Redis {found}"
@@ -121,6 +125,20 @@ class Pair(World):
         for part in ("meta", "samples", "groups", "dropped"):
             assert nonzero(getattr(balance, part)) == nonzero(getattr(of_model, part)), part
         return expected
+
+    async def _begin_to_number(self, incarnation: int, batch: int) -> None:
+        """One call of however many it takes a front that knows nothing."""
+        front = self._front(0)
+        run = front._run
+
+        async def dies(name: str, *arguments: Any, **named: Any) -> Any:
+            answer = await run(name, *arguments, **named)
+            if "look" in answer[0]:
+                raise Unavailable("dead", "REDIS")
+            return answer
+
+        front._run = dies
+        await _answer(front, "number_batch", (incarnation, batch))
 
     async def archive(self, count: int) -> None:
         front = self.fronts[self.turn % 2]

@@ -218,10 +218,10 @@ async def test_the_batch_log_gives_back_every_body(tmp_path: Path) -> None:
         [m async for m in BatchLog(store, "r", 1).read(12, [])]
 
 
-def test_the_batch_log_is_a_function_of_the_ledger() -> None:
+async def test_the_batch_log_is_a_function_of_the_ledger() -> None:
     """Whoever writes it, however often, writes the same bytes; references point at the bodies."""
-    batch, pieces = build("r", 1, composition())
-    assert build("r", 1, composition()) == (batch, pieces)
+    batch, pieces = await build("r", 1, composition())
+    assert await build("r", 1, composition()) == (batch, pieces)
     data = b"".join(bytes(p) for p in pieces)
     for group in batch.groups:
         for member in group.members:

@@ -25,3 +25,7 @@ local function commit(through, unfinished)  -- `unfinished`: another call follow
 end
 local function version_row(number, v) return {number, v.step, v.inc, v.key, v.crc} end
 local function save_version(number, v) call('HSET', K.versions, number, cjson.encode(v)) end
+-- What a batch has to know of an open group: draw, digest of its record, oldest step. NEVER: it may get as old as it will.
+local AGE, DIGEST_BYTES, NEVER = '<I8c16i8', 16, 2 ^ 52
+local function digest(text) return sub(redis.sha1hex(text), 1, DIGEST_BYTES) end
+local function age(g) return rules.over_lag[g.e] == 'wait' and oldest_granted(g) or NEVER end

@@ -1,4 +1,5 @@
--- Hop 4. request: incarnation, batch. Result: numbered, sequence, numbered_ms, finished, why, facts, full.
+-- Hop 4. request: incarnation, batch, most. Result: numbered, sequence, numbered_ms, finished, why, facts, full; or look = groups
+-- to be looked at before anything is decided, when those are more than `most`. Rows, in and out: see `ages`.
 -- Chosen rows: {draw, lag, mask below, 1 when it has no signal}.
 local batch, numbered, committed = request.batch, get('numbered'), get('committed')
 local per_batch, fenced = rules.groups_per_batch, fence(request.incarnation)
@@ -46,6 +47,47 @@ local function choose_pinned()
   return chosen
 end
 
+-- The oldest step of each open group that must not exceed the bound, or NEVER. To look through thousands takes so long that
+-- everybody would wait. So the caller has that done by ages.lua, a few at a time, and brings it along; what was told of a record
+-- holds as long as the record, and the versions' lineage, are the same. Rows: digest of the lineage, then those of ages.lua.
+local told, look
+local function ages(draws)  -- nil: more than `most` groups are to be looked at
+  local head, oldest, rows = digest(meta.lineage or ''), {}, {}
+  local digests, position = {}, DIGEST_BYTES + 1
+  if sub(ARGV[5], 1, DIGEST_BYTES) == head then
+    while position <= #ARGV[5] do
+      local d, own, step, after = unpacked(AGE, ARGV[5], position)
+      digests[d] = own; oldest[d] = step
+      position = after
+    end
+  end
+  local unknown, records = {}, {}
+  for first = 1, #draws, 1000 do
+    local last = min(first + 999, #draws)
+    local raw = call('HMGET', K.groups, unpack(draws, first, last))
+    for n = first, last do
+      local d, record = draws[n], raw[n - first + 1]
+      if groups[d] then
+        oldest[d] = age(groups[d])  -- changed by this very call, or not written yet
+      elseif not digests[d] or digests[d] ~= digest(record) then
+        unknown[#unknown + 1] = d; records[#records + 1] = record
+      else
+        rows[#rows + 1] = pack(AGE, d, digests[d], oldest[d])
+      end
+    end
+  end
+  if #unknown > request.most then
+    look = unknown
+  else
+    for n, d in ipairs(unknown) do
+      oldest[d] = age(unpack_group(records[n]))
+      rows[#rows + 1] = pack(AGE, d, digest(records[n]), oldest[d])
+    end
+  end
+  told = head .. table.concat(rows)
+  return not look and oldest or nil
+end
+
 local function choose()
   local ready, chosen, environments = {}, {}, {}
   for n, entry in ipairs(call('XRANGE', K.ready, '-', '+')) do  -- {id, {'draw', d, 'environment', e, 'steps', pairs}}
@@ -72,39 +114,44 @@ local function choose()
     local missing = max(0, per_batch - #chosen - #unfinished)
     return nil, 'unfinished', facts_of(unfinished, missing, per_batch - #chosen)
   end
-  local unfinished, last, late = unfinished_draws(), {}, {}  -- last: a batch that may take a group that this one leaves behind
-  preload(unfinished)
-  for _, d in ipairs(unfinished) do environments[d] = groups[d].e end
-  local function leave(d, k, open)
-    if k < batch or rules.over_lag[environments[d]] ~= 'wait' then return end
-    last[#last + 1] = k
-    if open then late[#late + 1] = {d, k} end
+  local unfinished = unfinished_draws()
+  local oldest_of_draw = ages(unfinished)
+  if not oldest_of_draw then return nil, 'look' end
+  local last, late = {}, {}  -- batch k -> groups that may be in it at the latest, left behind by this one; the first open one
+  local function leave(k) if k >= batch then last[k] = (last[k] or 0) + 1 end end
+  for n = per_batch + 1, #chosen do
+    local d, lag = unpack(chosen[n])
+    if rules.over_lag[environments[d]] == 'wait' then leave(batch + rules.max_lag - lag) end
   end
-  for n = per_batch + 1, #chosen do leave(chosen[n][1], batch + rules.max_lag - chosen[n][2], false) end
   for _, d in ipairs(unfinished) do
-    local oldest = oldest_granted(groups[d])
-    if oldest then leave(d, oldest + rules.max_lag + 1, true) end
+    local oldest = oldest_of_draw[d]
+    if oldest ~= NEVER then
+      local k = oldest + rules.max_lag + 1
+      leave(k)
+      late[k] = late[k] or d
+    end
   end
+  local left, first = 0, nil
   for k = batch, batch + rules.max_lag do
-    local left, first = 0, nil
-    for _, other in ipairs(last) do if other <= k then left = left + 1 end end
-    for _, pair in ipairs(late) do if pair[2] <= k then first = first or pair[1] end end
+    left = left + (last[k] or 0)
+    first = late[k] and min(first or late[k], late[k]) or first
     if first and left > (k - batch) * per_batch then
       local waits = facts_of({first}, 0)
       waits.last = k; waits.left = left
       return nil, 'oldest', waits
     end
   end
-  local first = {}
-  for n = 1, per_batch do first[n] = chosen[n] end
-  table.sort(first, function(a, b) return a[1] < b[1] end)
-  return first
+  local taken = {}
+  for n = 1, per_batch do taken[n] = chosen[n] end
+  table.sort(taken, function(a, b) return a[1] < b[1] end)
+  return taken
 end
 
 local chosen, why, facts
 if rules.pinned then chosen, why, facts = choose_pinned() else chosen, why, facts = choose() end
+if look then return finish({look = look}, told) end
 if not chosen then
-  return finish({numbered = false, why = why, facts = facts, full = draw_refusal() == 'bytes' and numbered > committed})
+  return finish({numbered = false, why = why, facts = facts, full = draw_refusal() == 'bytes' and numbered > committed}, told)
 end
 local draws, read_ids = {}, {}
 for n, c in ipairs(chosen) do draws[n] = c[1] end
@@ -130,4 +177,4 @@ call('HSET', K.batches, batch, cjson.encode({
   g = chosen, d = drops, q = get('sequence'), t = now, n = get('next_draw'), u = live}))
 log('events', {event = 'batch', batch = batch, groups = #chosen})
 wake.ready = true; wake.samples = true
-return finish({numbered = true, sequence = get('sequence'), numbered_ms = now})
+return finish({numbered = true, sequence = get('sequence'), numbered_ms = now}, told)
