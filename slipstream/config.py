@@ -103,6 +103,7 @@ class RunFile(Section):
                 "algorithm.route_replay = sampler with rollout.capture_routes = false: there would be nothing to replay; set "
                 "the latter to true, or route_replay = auto")
         self._mini_steps_have_a_use()
+        self._shared_is_one_machine()
         names = [e.name for e in self.environments]
         if duplicate := next((n for n in names if names.count(n) > 1), None):
             raise ValueError(f"environments: the name {duplicate!r} appears twice")
@@ -134,6 +135,26 @@ class RunFile(Section):
             raise ValueError(
                 "algorithm.route_replay = trainer with rollout.capture_routes = true: routes would be recorded and sent, and "
                 "never used; set route_replay = auto, which replays them in every mini-step, or capture_routes = false")
+
+    def _shared_is_one_machine(self) -> None:
+        """Raise for what cannot take turns on the devices of one machine."""
+        if self.run.placement == "split":
+            return
+        host, vllm = self.service.buffer_address.rpartition(":")[0].strip("[]"), self.rollout.vllm
+        refused = {
+            "rollout.workers = 0": (self.rollout.workers == 0, "workers elsewhere have devices of their own"),
+            f"rollout.vllm.data_parallel_local = {vllm.data_parallel_local}": (
+                self.rollout.engine == "vllm" and vllm.nodes > 1, f"the engine has {vllm.nodes} nodes"),
+            f"service.buffer_address = {self.service.buffer_address}": (
+                host not in ("", "127.0.0.1", "::1", "localhost"), "workers of other machines may join there"),
+            "trainer.parallel.exchange = deep_ep": (
+                self.trainer.parallel.exchange == "deep_ep", "its buffers stay on the devices"),
+        }
+        for setting, (holds, why) in refused.items():
+            if holds:
+                raise ValueError(
+                    f"{setting} with run.placement = shared: {why}, and devices are shared on one machine; change it, or set "
+                    "placement = split")
 
     def _critic_has_a_use(self) -> None:
         """Raise when there are settings of a critic but none, or when one makes settings of groups meaningless."""

@@ -33,6 +33,9 @@ class Run(Section):
         description="Stop early, with success, once the mean reward of ten steps reaches this; "
         "the run exits non-zero when it ends below.",
     )
+    placement: Literal["split", "shared"] = Field(
+        default="split", description="shared: trainer and rollout workers take turns on the same devices of one machine."
+    )
 
 
 class Build(Section):

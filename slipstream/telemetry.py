@@ -111,6 +111,18 @@ class ProcessMetrics(_Group):
         self.stalled.set(stalled)
 
 
+class DeviceMetrics(_Group):
+    """What trainer and rollout workers have that share devices."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry, "devices")
+        self.held = self._gauge("held", "1 while this process may have memory on the shared devices: its turn.")
+        self.held_seconds = self._counter("held_seconds", "Length of this process's turns, once they are over.")
+        self.handover_seconds = self._counter(
+            "handover_seconds", "Time of nobody's use: asked (workers were to leave), enter, leave (memory moved).", "part",
+            known=("asked", "enter", "leave"))
+
+
 class TraceMetrics(_Group):
     """What a process has whose run file names a collector of traces."""
 

@@ -172,7 +172,13 @@ class Decoder:
         self.loaded = tensors
         self.version = version
         self.rows.note_version(version)
-        if self.recompute_on_swap and self.active:
+        if self.recompute_on_swap:
+            self.recompute()
+
+    @torch.inference_mode()
+    def recompute(self) -> None:
+        """Compute keys and values of the rows in flight anew, by the weights of now."""
+        if self.active:
             self._prompt(np.arange(self.active), self.rows.length[: self.active] - 1, draw=False)
 
     def _put(self, tensors: Sequence[RawTensor]) -> None:

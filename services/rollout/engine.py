@@ -56,6 +56,21 @@ class Generation:
 Ended = Callable[[list[tuple[Request, Generation | SlipstreamError]]], None]
 
 
+def answered(engine: Engine, request: Request) -> asyncio.Future[Generation]:
+    """`Engine.generate`, out of the engine's `submit` and `abort`."""
+    engine.check(request)
+    future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+
+    def ended(lot: list[tuple[Request, Generation | SlipstreamError]]) -> None:
+        if not future.done():
+            answer = lot[0][1]
+            future.set_exception(answer) if isinstance(answer, SlipstreamError) else future.set_result(answer)
+
+    future.add_done_callback(lambda f: engine.abort([request.id]) if f.cancelled() else None)
+    engine.submit([request], ended)
+    return future
+
+
 class Engine(Protocol):
     """An inference engine. All methods belong to one event loop.
 
@@ -134,6 +149,16 @@ class Engine(Protocol):
         `tensors` are the version's own: of an adapter A and B alone. With `probes`, the engine proves before it goes on that it
         holds what was published; when it does not, that is InvalidInput (CANARY).
         """
+        ...
+
+    async def sleep(self) -> None:
+        """Give the memory of the devices back: weights, cache. Requests stay as they are, new ones wait, aborts are answered.
+        No version is loaded meanwhile.
+        """
+        ...
+
+    async def wake(self) -> None:
+        """Have it again, and go on where it slept, with the same version."""
         ...
 
     def abort(self, requests: Iterable[int]) -> None:

@@ -11,9 +11,11 @@ from typing import Any
 from services.rollout.concurrency import Concurrency
 from services.rollout.engine import Engine, Generation, Request
 from services.rollout.group import Group
+from services.rollout.shared_engine import SharedEngine
 from services.rollout.worker import RolloutWorker
 from slipstream import environment, rpc
 from slipstream.config import RunFile
+from slipstream.devices import Devices
 from slipstream.errors import ConfigError, InvalidInput
 from slipstream.lifecycle import CLOSE
 from slipstream.protos.rollout.v1 import group_pb2_grpc, rollout_pb2_grpc
@@ -21,7 +23,7 @@ from slipstream.protos.rollout.v1 import rollout_pb2 as pb
 from slipstream.protos.types.v1 import sample_pb2
 from slipstream.sample import array, tensor
 from slipstream.service import ServiceContext
-from slipstream.telemetry import RolloutMetrics
+from slipstream.telemetry import DeviceMetrics, RolloutMetrics
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
@@ -57,7 +59,7 @@ async def start(context: ServiceContext) -> None:
         for settings in run.environments}
     nodes = run.rollout.vllm.nodes if run.rollout.engine == "vllm" else 1
     group = Group(nodes, context.waits) if nodes > 1 else None
-    engine = engine_of(run, metrics.decode_seconds.observe, group)
+    engine = _sharing(context, engine_of(run, metrics.decode_seconds.observe, group))
     worker = RolloutWorker(context, engine, environments, metrics)
     serving: list[rpc.Registration] = [
         (rollout_pb2_grpc.add_RolloutServiceServicer_to_server, RolloutServicer(engine, worker))]
@@ -88,6 +90,16 @@ def engine_of(
     from services.rollout.torch_engine import TorchEngine
 
     return TorchEngine(run, observe)
+
+
+def _sharing(context: ServiceContext, engine: Engine) -> Engine:
+    """The engine, taking turns with the trainer where they share devices."""
+    if context.run.run.placement == "split":
+        return engine
+    stopping, metrics = context.lifecycle.stopping, DeviceMetrics(context.registry)
+    shared = SharedEngine(engine, Devices(context.run.folder, context.waits, context.clock, metrics, stopping))
+    context.lifecycle.spawn("turns on the devices", shared.take_turns())
+    return shared
 
 
 def _need(run: RunFile, *packages: str) -> None:

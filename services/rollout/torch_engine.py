@@ -1,7 +1,8 @@
 """The torch engine: the decoder in a thread of its own, driven from asyncio.
 
 consumes: requests, aborts and swaps, through an inbox    produces: generations, in one call to the event loop per decode step
-waits for: the inbox, while nothing is in flight          unblocked by: `generate`, `stream`, `swap`, `abort`, `stop`
+waits for: the inbox, while nothing is in flight, or asleep
+unblocked by: `generate`, `stream`, `swap`, `abort`, `wake`, `stop`
 
 The event loop hands over what it gathered in one of its turns at once, so that a group that arrives together is prompted
 together.
@@ -20,8 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from services.rollout.asleep import Asleep
 from services.rollout.decoder import Decoder
-from services.rollout.engine import Ended, Generation, Request
+from services.rollout.engine import Ended, Generation, Request, answered
 from services.rollout.proof import prove, prove_version
 from slipstream.config import RunFile
 from slipstream.errors import InvalidInput, SlipstreamError, Unavailable
@@ -44,6 +46,17 @@ class _Abort:
     ids: list[int]
 
 
+@dataclass(slots=True)
+class _Rest:
+    """Sleep, or wake."""
+
+    asleep: bool
+    done: asyncio.Future[None]
+
+
+_Order = _Swap | _Abort | _Rest
+
+
 class TorchEngine:
     """See services.rollout.engine.Engine. `observe(seconds)` is told of every decode step, in the engine's thread."""
 
@@ -54,12 +67,13 @@ class TorchEngine:
         self._thread: threading.Thread | None = None
         self._tokenizer: Any = None
         self._stops: tuple[int, ...] = ()
-        self._gathered: list[Request | _Swap | _Abort] = []
-        self._inbox: collections.deque[Request | _Swap | _Abort | None] = collections.deque()
+        self._gathered: list[Request | _Order] = []
+        self._inbox: collections.deque[Request | _Order | None] = collections.deque()
         self._wake = threading.Event()
         self._pending: dict[int, tuple[Request, Ended]] = {}
         self._streams: dict[int, tuple[Request, asyncio.Queue[Generation]]] = {}
         self._sent: dict[int, int] = {}  # the thread's: tokens of each stream that went out
+        self._asleep: Asleep | None = None  # the thread's
         self._failure: BaseException | None = None
 
     @property
@@ -113,15 +127,7 @@ class TorchEngine:
         self._hand_over(*requests)
 
     def generate(self, request: Request) -> asyncio.Future[Generation]:
-        self.check(request)
-        future: asyncio.Future[Generation] = self._running().create_future()
-
-        def ended(lot: list[tuple[Request, Generation | SlipstreamError]]) -> None:
-            _settle(future, lot[0][1])
-
-        future.add_done_callback(lambda f: self.abort([request.id]) if f.cancelled() else None)
-        self.submit([request], ended)
-        return future
+        return answered(self, request)
 
     async def stream(self, request: Request) -> AsyncGenerator[Generation]:
         self.check(request)
@@ -149,6 +155,17 @@ class TorchEngine:
         self._hand_over(_Swap(version, tensors, probes, done))
         await done
 
+    async def sleep(self) -> None:
+        await self._rest(True)
+
+    async def wake(self) -> None:
+        await self._rest(False)
+
+    async def _rest(self, asleep: bool) -> None:
+        done = self._running().create_future()
+        self._hand_over(_Rest(asleep, done))
+        await done
+
     def abort(self, requests: Iterable[int]) -> None:
         if self._decoder is not None and (ids := list(requests)):
             self._hand_over(_Abort(ids))
@@ -171,7 +188,7 @@ class TorchEngine:
             raise Unavailable("no policy version is loaded yet", "NO_VERSION", retry_s=1)
         return self._loop
 
-    def _hand_over(self, *items: Request | _Swap | _Abort) -> None:
+    def _hand_over(self, *items: Request | _Order) -> None:
         if not self._gathered and self._loop is not None:
             self._loop.call_soon(self._flush)
         self._gathered += items
@@ -203,7 +220,7 @@ class TorchEngine:
         for _, queue in self._streams.values():
             queue.put_nowait(nothing)
         for item in [*self._inbox, *self._gathered]:
-            if isinstance(item, _Swap) and not item.done.done():
+            if isinstance(item, _Swap | _Rest) and not item.done.done():
                 item.done.set_exception(told)
 
     # in the engine's thread
@@ -242,7 +259,7 @@ class TorchEngine:
     def _run_steps(self, decoder: Decoder) -> None:
         assert self._loop is not None
         while True:
-            if not (decoder.active or decoder.waiting):
+            if self._asleep is not None or not (decoder.active or decoder.waiting):
                 self._wake.wait()
             self._wake.clear()
             out: list[tuple[Request, Generation]] = []
@@ -258,7 +275,7 @@ class TorchEngine:
                     self._loop.call_soon_threadsafe(self._deliver, self._pieces(decoder, out))
                     return
                 out += self._handle(decoder, item)
-            if decoder.active or decoder.waiting:
+            if self._asleep is None and (decoder.active or decoder.waiting):
                 started = time.perf_counter()
                 out += decoder.step()
                 if self._observe is not None:
@@ -266,19 +283,34 @@ class TorchEngine:
             if out := self._pieces(decoder, out):
                 self._loop.call_soon_threadsafe(self._deliver, out)
 
-    def _handle(self, decoder: Decoder, item: _Swap | _Abort) -> list[tuple[Request, Generation]]:
+    def _handle(self, decoder: Decoder, item: _Order) -> list[tuple[Request, Generation]]:
         if isinstance(item, _Abort):
             return decoder.abort(item.ids)
         assert self._loop is not None
         error: BaseException | None = None
         try:
-            probes = item.probes
-            decoder.load(
-                item.tensors, item.version, lambda: None if probes is None else prove_version(decoder, item.tensors, probes))
+            if isinstance(item, _Rest):
+                self._turn_in(decoder, item.asleep)
+            elif self._asleep is not None:
+                raise Unavailable("the engine sleeps: no version is loaded before it wakes", "ASLEEP", retry_s=1)
+            else:
+                tensors, probes = item.tensors, item.probes
+                decoder.load(tensors, item.version, lambda: None if probes is None else prove_version(decoder, tensors, probes))
         except SlipstreamError as refused:
             error = refused
+        except BaseException as failed:  # the thread ends with it; who waits for this is told first
+            self._loop.call_soon_threadsafe(_settle, item.done, Unavailable(f"the engine failed: {failed}", "ENGINE_FAILED"))
+            raise
         self._loop.call_soon_threadsafe(_settle, item.done, error)
         return []
+
+    def _turn_in(self, decoder: Decoder, asleep: bool) -> None:
+        """Sleep or wake; nothing when it does already."""
+        if asleep:
+            self._asleep = self._asleep or Asleep(decoder)
+        elif self._asleep is not None:
+            self._asleep.wake()
+            self._asleep = None
 
     def _pieces(self, decoder: Decoder, ended: list[tuple[Request, Generation]]) -> list[tuple[Request, Generation]]:
         """`ended`, with streams cut down to what did not go out yet, and the new tokens of the streams that go on."""

@@ -28,6 +28,7 @@ OWN = {
     "data_parallel_size": "rollout.vllm.data_parallel", "data_parallel_size_local": "rollout.vllm.data_parallel_local",
     "data_parallel_address": "", "data_parallel_rpc_port": "rollout.vllm.group_port", "data_parallel_start_rank": "",
     "enable_expert_parallel": "rollout.vllm.expert_parallel", "all2all_backend": "rollout.vllm.all2all",
+    "enable_sleep_mode": "run.placement",
     "enable_lora": "model.lora", "max_lora_rank": "model.lora.rank", "lora_target_modules": "model.lora.targets",
     "enable_return_routed_experts": "rollout.capture_routes", "override_generation_config": "rollout.vllm.sampling",
 }
@@ -88,6 +89,8 @@ def engine_arguments(run: RunFile, model: str, shape: Mapping[str, Any], extensi
         arguments["distributed_executor_backend"] = "uni"
     elif rollout.capture_routes:
         arguments["enable_return_routed_experts"] = True
+    if run.run.placement == "shared" and not cpu:  # refused on a CPU
+        arguments["enable_sleep_mode"] = True
     if own.data_parallel > 1:
         arguments["data_parallel_size"] = own.data_parallel
         arguments["data_parallel_size_local"] = own.data_parallel_local or own.data_parallel

@@ -23,7 +23,7 @@ from typing import Any
 
 from services.rollout import vllm_arguments
 from services.rollout.concurrency import Load
-from services.rollout.engine import Ended, Generation, Request
+from services.rollout.engine import Ended, Generation, Request, answered
 from services.rollout.group import Group
 from services.rollout.vllm_answers import NOTHING, Asked, add_routes, generation, rest, spans_of
 from services.rollout.vllm_checkpoint import Checkpoints
@@ -131,16 +131,7 @@ class VllmEngine:
             self._ask(Asked(request, ended, self._exchange))
 
     def generate(self, request: Request) -> asyncio.Future[Generation]:
-        self.check(request)
-        future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-
-        def ended(lot: list[tuple[Request, Generation | SlipstreamError]]) -> None:
-            if not future.done():
-                future.set_exception(a) if isinstance(a := lot[0][1], SlipstreamError) else future.set_result(a)
-
-        future.add_done_callback(lambda f: self.abort([request.id]) if f.cancelled() else None)
-        self.submit([request], ended)
-        return future
+        return answered(self, request)
 
     async def stream(self, request: Request) -> AsyncGenerator[Generation]:
         self.check(request)
@@ -188,6 +179,16 @@ class VllmEngine:
                 told = InvalidInput(f"policy version {version.number} cannot be read back: {error}", "CHECKPOINT")
                 raise error if isinstance(error, SlipstreamError) else told from error
             await self._replace(version, path, probes)
+
+    async def sleep(self) -> None:
+        async with self._swapping:
+            if self._vllm is not None:
+                await self._vllm.sleep()
+
+    async def wake(self) -> None:
+        async with self._swapping:
+            if self._vllm is not None:
+                await self._vllm.wake()
 
     async def stop(self) -> None:
         self.abort(list(self._asked))

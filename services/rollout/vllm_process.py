@@ -146,6 +146,16 @@ class VllmProcess:
         await self.llm.update_weight_version(str(exchange))
         await self.llm.resume_generation()
 
+    async def sleep(self) -> None:
+        """Free the devices' memory between two steps: weights go to host memory, the cache is dropped. Requests in flight stay,
+        and are computed anew when it wakes; others wait in vLLM's queue. On a CPU vLLM pauses and frees nothing.
+        """
+        await self.llm.sleep(level=1, mode="keep")
+
+    async def wake(self) -> None:
+        """Go on where it slept, with the same weights."""
+        await self.llm.wake_up()
+
     async def trial(self, path: str, probes: Probes | None) -> None:
         """An adapter proves itself in the second slot while the first serves. Raises InvalidInput (CANARY); nothing has changed
         then. Whole models have no second place: they are scored after the load."""

@@ -227,6 +227,14 @@ class Learner:
             if not snapshot.critic:
                 self.critic.begin(self.model)
 
+    def leave_device(self) -> None:
+        """Move models and optimizers to host memory: others have the device next. Snapshots may be taken meanwhile."""
+        self.ranks.leave_device()
+
+    def enter_device(self) -> None:
+        """The inverse; before anything else is asked for."""
+        self.ranks.enter_device()
+
     def files(self) -> dict[str, bytes]:
         """Configuration and tokenizer, for a policy version."""
         return files(self.model, self.tokenizer) | (self.adapter.files() if self.adapter else {})

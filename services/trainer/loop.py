@@ -36,6 +36,7 @@ from services.trainer.publish import Publisher
 from services.trainer.records import Records
 from services.trainer.reference import start_reference
 from services.trainer.spans import StepSpans
+from services.trainer.turns import Turns
 from services.trainer.warmup import warm_up
 from slipstream import logs, rpc, telemetry
 from slipstream.errors import Conflict, SlipstreamError
@@ -79,6 +80,7 @@ class TrainerLoop:
             context.store if self.settings.algorithm.replays_sampler and self.settings.trainer.parallel.ranks == 1 else None,
             self.settings.algorithm.credit)
         self._torch = ThreadPoolExecutor(1, "torch")
+        self._turns = Turns(context, self._in_torch)
         self._wake, self._wanted, self._training = asyncio.Event(), False, False
         self._prefetched: asyncio.Task[TrainingBatch | None] | None = None
         self._checkpointing: asyncio.Task[None] | None = None
@@ -129,6 +131,8 @@ class TrainerLoop:
             self.records.close()
 
     async def _start(self) -> None:
+        if not await self._turns.take():
+            return
         with self.waits.on("the model to be loaded"):
             self.learner = await self._in_torch(launch.learner_of, self.settings)
             await self._in_torch(self._prove)
@@ -151,6 +155,7 @@ class TrainerLoop:
             self.context, self.incarnation, await self._in_torch(self.learner.files), self._published,
             self.records.version, self.learner.base())
         await self._publish(await self._in_torch(self._weights))
+        await self._turns.give(self.learner)
         await self._checkpoint()  # step 0 is one, too: a restart does not warm up again
         self._show()
         self._started = True
@@ -186,7 +191,7 @@ class TrainerLoop:
                 await self._checkpoint()
             if not (task.done() or self.stopping.is_set() or self._wanted):
                 await self._wake.wait()
-        if self.stopping.is_set():
+        if self.stopping.is_set() or not await self._turns.take(self.learner):
             return None
         self._prefetched = None
         return await task
@@ -206,6 +211,8 @@ class TrainerLoop:
         metrics, weights = await self._in_torch(self._apply, batch, number % trainer.publish_every == 0)
         self.step, self._training, self._ledger_sequence = number, False, batch.ledger_sequence
         self._rewards.append(metrics["reward_mean"])
+        if not (self.done or (self._prefetched and self._prefetched.done())):
+            await self._turns.give(self.learner)
         ended = self.clock.monotonic()
         self.spans.trained(number, batch.audit, ended - started, self.incarnation)
         if weights is not None:
@@ -284,7 +291,7 @@ class TrainerLoop:
 
     async def _end(self) -> None:
         """Leave everything durable. When the run is finished, also the last version and a Hugging Face model."""
-        if self.stopping.is_set():
+        if self.stopping.is_set() or not await self._turns.take(self.learner):
             try:
                 async with asyncio.timeout(STOP_S):
                     await self._checkpoint()
@@ -299,6 +306,7 @@ class TrainerLoop:
         await self._drain_checkpoint()
         folder = self.settings.folder / "model"
         await self._in_torch(final_model.save, self.learner, folder)
+        await self._turns.give(self.learner)
         log.info(f"run finished after step {self.step}: the model is in {folder}", step=self.step)
         self.context.lifecycle.finish()
 

@@ -10,6 +10,7 @@ counts, the gradient norm, errors. On many ranks every method is collective, and
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ from services.trainer.packing import Fill, Microbatch, Row, microbatches
 from services.trainer.scorer import Scorer
 from slipstream import config
 from slipstream.model import build
+from slipstream.offload import Accelerator, Offload
 
 T = TypeVar("T")
 # Log-probabilities of the targets and entropies, two [M], from a micro-batch and whether entropies have a gradient.
@@ -47,6 +49,22 @@ class Alone:
 
     def __init__(self, run: config.RunFile) -> None:
         self.run = run
+        self._offload = Offload()
+        # Bits that do not depend on batch mates are promised, and tested, on a CPU.
+        self.device = torch.device("cuda" if torch.cuda.is_available() and not run.deterministic else "cpu")
+
+    @functools.cached_property
+    def accelerator(self) -> Accelerator:
+        """The device, and host memory beside it."""
+        return Accelerator(self.device)
+
+    def leave_device(self) -> None:
+        """Move every model and optimizer that was made here to host memory."""
+        self._offload.leave(self.accelerator)
+
+    def enter_device(self) -> None:
+        """The inverse."""
+        self._offload.enter(self.accelerator)
 
     def built(self, settings: config.Model, prepare: Callable[..., Any] = lambda model, _: model) -> tuple[Any, Any]:
         """(model, tokenizer) that `settings` describe, in evaluation mode, spread over the ranks.
@@ -56,7 +74,9 @@ class Alone:
         """
         model, tokenizer = build(settings, self.run.run.seed, self.run.deterministic)
         # Evaluation mode: dropout and router jitter would make the trainer's distribution differ from the sampler's.
-        return prepare(model.eval(), tokenizer), tokenizer
+        found = prepare(model.eval(), tokenizer).to(self.device)
+        self._offload.model(found)
+        return found, tokenizer
 
     def completed(self, module: Any) -> Any:
         """A module around a built model, its `backbone`: what it adds is spread, too."""
@@ -68,7 +88,9 @@ class Alone:
 
     def optimizer(self, model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
         """See services.trainer.optimizer.adamw."""
-        return adamw(model, self.run.trainer, learning_rate)
+        optimizer = adamw(model, self.run.trainer, learning_rate)
+        self._offload.trained(model, optimizer)
+        return optimizer
 
     def clipped_step(
         self, optimizer: torch.optim.Optimizer, model: nn.Module, max_norm: float, what: str, loss: float = 0.0,

@@ -19,7 +19,7 @@ class Scorer:
     def __init__(self, model: Any, logit_rows: int) -> None:
         self._model, self._head, self._logit_rows = model, output_head(model), logit_rows
         self._index_M: torch.Tensor | None = None
-        self._hidden_M_H: torch.Tensor
+        self._hidden_M_H: torch.Tensor | None = None
         model.get_output_embeddings().register_forward_pre_hook(self._select)
 
     def __call__(self, batch: Microbatch, entropy_gradient: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,7 +30,9 @@ class Scorer:
         finally:
             self._index_M = None
         targets_M = torch.from_numpy(batch.targets).to(device)
-        return chunked(self._hidden_M_H, self._head, targets_M, self._logit_rows, entropy_gradient)
+        hidden_M_H, self._hidden_M_H = self._hidden_M_H, None  # the graph has it: nothing of a step stays when it is over
+        assert hidden_M_H is not None
+        return chunked(hidden_M_H, self._head, targets_M, self._logit_rows, entropy_gradient)
 
     def _select(self, _: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
         """Before the output embedding: keep the trained positions, [R, T, H] -> [M, H], and let the model go on with none."""

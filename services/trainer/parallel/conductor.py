@@ -89,6 +89,12 @@ class Lead:
     def load(self, snapshot: Snapshot) -> None:
         self._all("load", snapshot, shown=(None,))
 
+    def leave_device(self) -> None:
+        self._all("leave_device")
+
+    def enter_device(self) -> None:
+        self._all("enter_device")
+
     def files(self) -> dict[str, bytes]:
         return self._own.files()
 

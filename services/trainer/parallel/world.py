@@ -37,7 +37,6 @@ class World(Alone):
     """All ranks that torchrun started. They meet when the first model is asked for."""
 
     context: context.Context
-    device: torch.device
     background: dist.ProcessGroup  # see mesh.background
 
     def __init__(self, run: config.RunFile) -> None:
@@ -59,6 +58,7 @@ class World(Alone):
         found = build.spread(self.run, settings, self.device, prepared)
         mesh.met(self.background, self._settings)
         self._exchanges.append(found.exchanges)
+        self._offload.model(found.model)
         self._hidden = self._hidden if self._models > 1 else int(found.model.config.get_text_config().hidden_size)
         return self.context.attach(found.model), found.tokenizer
 
@@ -80,7 +80,9 @@ class World(Alone):
         return SpreadScorer(model, self.context, self.device)
 
     def optimizer(self, model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
-        return mesh.optimizer(model, self.run.trainer, learning_rate)
+        optimizer = mesh.optimizer(model, self.run.trainer, learning_rate)
+        self._offload.trained(model, optimizer)
+        return optimizer
 
     def clipped_step(
         self, optimizer: torch.optim.Optimizer, model: nn.Module, max_norm: float, what: str, loss: float = 0.0,
