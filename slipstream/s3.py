@@ -12,7 +12,7 @@ import base64
 import contextlib
 import hashlib
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import aiohttp
@@ -29,6 +29,7 @@ T = TypeVar("T")
 
 PART_BYTES = 16 << 20  # larger objects go up in parts of this size
 PARTS_AT_ONCE = 4
+SENT_BYTES = 256 << 10  # handed to the connection at a time
 TRIES = 6
 _BACKOFF_S, _BACKOFF_MOST_S = 0.05, 2.0
 _ABSENT = {"IfNoneMatch": "*"}
@@ -64,6 +65,41 @@ class _OneTry(AIOHTTPSession):
                 f"aiohttp {aiohttp.__version__} may repeat writes to S3 and has no known switch for it: install 3.11 to 3.14")
         session._retry_connection = False
         return session
+
+
+class _Body:
+    """Buffers as one body, sent piece by piece and joined nowhere: each is encrypted and sent while the cache still holds it.
+
+    Given bytes, botocore makes a file of them, which aiohttp copies out in pieces again. To botocore this is a file, too, which
+    it reads where the body is part of the signature; to aiohttp an asynchronous iterable, begun anew by each request.
+    """
+
+    def __init__(self, parts: Sequence[Piece]) -> None:
+        self._parts, self._size = parts, sum(map(len, parts))
+        self._unread = self._pieces()
+
+    def __len__(self) -> int:
+        return self._size
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        for piece in self._pieces():
+            yield piece
+
+    def read(self, size: int = -1) -> Piece:
+        """The next piece, whatever `size`; b"" at the end."""
+        return next(self._unread, b"")
+
+    def tell(self) -> int:
+        return 0
+
+    def seek(self, offset: int, whence: int = 0) -> None:
+        """Read from the start again: nobody asks for another place."""
+        self._unread = self._pieces()
+
+    def _pieces(self) -> Iterator[Piece]:
+        for part in self._parts:
+            view = memoryview(part)
+            yield from (view[start : start + SENT_BYTES] for start in range(0, len(view), SENT_BYTES))
 
 
 class _Refused(Exception):
@@ -153,9 +189,9 @@ class S3Store:
         """Write under a condition. Returns the new tag. Raises _Refused when the condition does not hold."""
         if sum(map(len, parts)) > PART_BYTES:
             return await self._put_parts(key, parts, condition)
-        body = b"".join(parts)
+        body = _Body(parts)
         if len(body) <= INLINE_BYTES:  # pointers and manifests: the store itself notices when they are damaged on the way
-            digest = hashlib.md5(body, usedforsecurity=False).digest()
+            digest = hashlib.md5(b"".join(parts), usedforsecurity=False).digest()
             condition = {**condition, "ContentMD5": base64.b64encode(digest).decode()}
         reply = await self._call(key, lambda: self._client.put_object(**self._at(key), Body=body, **condition))
         return reply["ETag"]
@@ -167,7 +203,7 @@ class S3Store:
 
         async def send(number: int, chunk: list[Piece]) -> dict[str, Any]:
             async with slots:
-                body = b"".join(chunk)
+                body = _Body(chunk)
                 reply = await self._call(key, lambda: self._client.upload_part(**at, PartNumber=number, Body=body))
                 return {"PartNumber": number, "ETag": reply["ETag"]}
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+from typing import Any
+
 import pytest
 from botocore.auth import UNSIGNED_PAYLOAD
 
-from slipstream.s3 import open_s3
+from slipstream.errors import Unavailable
+from slipstream.objects import INLINE_BYTES
+from slipstream.s3 import SENT_BYTES, TRIES, open_s3
 
 
 @pytest.mark.parametrize(("endpoint", "hashed"), [("", False), ("https://127.0.0.1:1", False), ("http://127.0.0.1:1", True)])
@@ -27,3 +33,30 @@ async def test_a_body_is_hashed_only_where_it_could_be_changed_on_the_way(
             await store._client.put_object(Bucket="bucket", Key="k", Body=b"weights")
     value = signed[0].decode() if isinstance(signed[0], bytes) else signed[0]
     assert (value != UNSIGNED_PAYLOAD) is hashed
+
+
+async def test_a_large_body_is_sent_from_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every try is handed the caller's own memory, whole, a quarter of a megabyte at a time; its length is known beforehand."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+    weights = [bytearray(os.urandom(SENT_BYTES + 1)), os.urandom(INLINE_BYTES)]
+    tries: list[tuple[object, str]] = []
+
+    def look(request: Any, **_: object) -> None:
+        tries.append((request.body, request.headers["Content-Length"]))
+        raise ConnectionAbortedError("seen")
+
+    async def at_once(seconds: float) -> None:
+        await asyncio.sleep(0)
+
+    async with open_s3("bucket", "", "https://127.0.0.1:1", "us-east-1") as store:
+        store._sleep = at_once
+        store._client.meta.events.register_last("before-send.s3", look)
+        with pytest.raises(Unavailable):
+            await store.put("k", weights)
+    assert len(tries) == TRIES
+    for body, length in tries:
+        sent = [piece async for piece in body]  # pyright: ignore[reportGeneralTypeIssues]
+        assert b"".join(sent) == b"".join(weights) and int(length) == sum(map(len, weights))
+        assert [len(piece) for piece in sent[:3]] == [SENT_BYTES, 1, SENT_BYTES]
+        assert {id(piece.obj) for piece in sent} == {id(part) for part in weights}
