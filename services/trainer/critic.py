@@ -22,6 +22,7 @@ from torch import nn
 
 from services.trainer.algorithms.policy_losses import value_loss
 from services.trainer.optimizer import NonFinite, set_learning_rate
+from services.trainer.packed_attention import laid
 from services.trainer.packing import Microbatch, Row, in_order_of
 from services.trainer.ranks import Alone
 from slipstream import config, logs
@@ -40,9 +41,9 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
-    def forward(self, inputs_R_T: torch.Tensor, index_M: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs_R_T: torch.Tensor, index_M: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
         """Values at the positions `index_M` = row x T + position: [M], in the precision of the head."""
-        hidden_R_T_H = self.backbone(input_ids=inputs_R_T, use_cache=False).last_hidden_state
+        hidden_R_T_H = self.backbone(input_ids=inputs_R_T, use_cache=False, **more).last_hidden_state
         hidden_M_H = hidden_R_T_H.reshape(-1, hidden_R_T_H.shape[-1]).index_select(0, index_M)
         return self.head(hidden_M_H.to(self.head.weight.dtype)).squeeze(-1).clone()  # FSDP wants no view
 
@@ -74,8 +75,9 @@ class Critic:
     @torch.no_grad()
     def valued(self, rows: Sequence[Row]) -> list[Row]:
         """The rows with what the critic expects at each trained token, before this step's updates."""
-        parts = [self._values(batch).double().cpu().numpy() for batch in self._ranks.microbatches(rows, self._budget)]
-        return [replace(row, values=values) for row, values in zip(rows, in_order_of(rows, parts), strict=True)]
+        batches = self._ranks.microbatches(rows, self._budget)
+        parts = [self._values(batch).double().cpu().numpy() for batch in batches]
+        return [replace(row, values=values) for row, values in zip(rows, in_order_of(rows, batches, parts), strict=True)]
 
     def update(self, rows: Sequence[Row], step: int) -> dict[str, float | None]:
         """`critic.updates` optimizer steps on the returns of this rank's rows; metrics of the last. No row may have weight 0.
@@ -114,7 +116,8 @@ class Critic:
 
     def _values(self, batch: Microbatch) -> torch.Tensor:
         device = self.model.head.weight.device
-        return self.model(torch.from_numpy(batch.inputs).to(device), torch.from_numpy(batch.index).to(device))
+        with laid(batch, device) as more:
+            return self.model(torch.from_numpy(batch.inputs).to(device), torch.from_numpy(batch.index).to(device), **more)
 
 
 METRICS = ("value_loss", "value_mean", "value_clip_share", "explained_variance", "critic_grad_norm")

@@ -185,7 +185,7 @@ class Learner:
         assert self._reference is not None, "start_reference was not called"
         batches = self.ranks.microbatches(rows, self.run.trainer.tokens_per_microbatch)
         parts = [self._reference(batch)[0].float().cpu().numpy() for batch in batches]
-        return [replace(row, reference=found) for row, found in zip(rows, in_order_of(rows, parts), strict=True)]
+        return [replace(row, reference=found) for row, found in zip(rows, in_order_of(rows, batches, parts), strict=True)]
 
     def start_rl(self, keep_optimizer: bool) -> None:
         """End of the warm-up: the run's learning rate, and fresh moments unless they are to be kept."""

@@ -100,10 +100,9 @@ def search(
     own = next((name for name, p in model.named_parameters() if not _finite(p)), "")
     if broken := next((name for name in ranks.heard(own) if name), ""):
         return Skip([], broken)
-    ordered, found, start = sorted(rows, key=lambda row: -len(row.inputs)), [], 0
+    found = []
     for batch in batches:
-        members = ordered[start : start + len(batch.inputs)] if len(batch.index) else []
-        start += len(members)
+        members = [rows[i] for i in batch.members.tolist()]
         if not _trial(batch, loss, model, ranks):
             continue
         for share in range(ranks.shares):
@@ -115,7 +114,7 @@ def search(
                 what = _trial(microbatches([members[i]], len(members[i].inputs))[0] if mine else idle(), loss, model, ranks)
                 alone += [(members[i], what)] if mine else []
             found += [_culprit(row, what) for row, what in alone if what] or [_culprit(row, "sum") for row, _ in alone]
-    return Skip(_all_of(found, ranks) or _all_of([_culprit(row, "sum") for row in ordered], ranks))
+    return Skip(_all_of(found, ranks) or _all_of([_culprit(row, "sum") for row in rows], ranks))
 
 
 def _all_of(culprits: Sequence[Culprit], ranks: Alone) -> list[Culprit]:

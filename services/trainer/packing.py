@@ -1,19 +1,25 @@
-"""From the groups of a batch to right-padded micro-batches: a pure function, so the same batch gives the same tensors.
+"""From the groups of a batch to micro-batches: a pure function, so the same batch gives the same tensors.
 
-Axes: R rows of a micro-batch, T input tokens of a row (padded), M trained tokens of a micro-batch, G samples of a group.
+Axes: R rows of a micro-batch, T input tokens of a row (padded), S segments of a micro-batch, M its trained tokens, G samples of
+a group.
 
-A segment is one row; group statistics count samples. A row's inputs are its tokens without the last, which predicts nothing.
-Attention is causal and padding comes last, so no real token ever sees a padded one and no attention mask is needed. Only the
-positions in `index_M` reach the loss.
+A segment is one `Row`; group statistics count samples. Its inputs are its tokens without the last, which predicts nothing. Only
+the positions in `index_M` reach the loss. A micro-batch holds segments in one of two ways (trainer.packing):
+
+    rows    a row for each, right-padded to the longest. Attention is causal and padding comes last, so no real token ever sees
+            a padded one and no attention mask is needed
+    packed  one row, segments one after the other, no padding; positions restart, and attention keeps to each segment
+            (services/trainer/packed_attention.py)
 
 Order, for whoever repeats it: rows in the order of group, sample, segment; longest first (stable); cut into micro-batches as
-soon as rows x longest would exceed the budget (one row always fits).
+soon as rows x longest would exceed the budget (one row always fits). Packed: see `best_fit`.
 
 Worked example: tokens 5 6 7 8 9 with loss mask 0 0 0 1 1 become inputs 5 6 7 8, index 2 3, targets 8 9.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,6 +36,10 @@ PAD_ID = 0  # any id would do
 
 def _nothing() -> np.ndarray:
     return np.zeros(0)
+
+
+def _none() -> np.ndarray:
+    return np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +64,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One segment, ready to be padded. Arrays after `index` are per trained token, [M]."""
+    """One segment, ready to be laid into a micro-batch. Arrays after `index` are per trained token, [M]."""
 
     inputs: np.ndarray  # int32 [T]
     index: np.ndarray  # int64 [M]: position in `inputs` that predicts the token
@@ -83,7 +93,7 @@ class Microbatch:
 
     inputs: np.ndarray  # int64 [R, T]
     index: np.ndarray  # int64 [M]: row * T + position
-    rows: np.ndarray  # int64 [M]: row of the token
+    rows: np.ndarray  # int64 [M]: segment of the token, numbered within the micro-batch
     targets: np.ndarray  # int64 [M]
     behaviour: np.ndarray  # float32 [M]
     advantages: np.ndarray  # float32 [M]
@@ -97,6 +107,10 @@ class Microbatch:
     values: np.ndarray = field(default_factory=_nothing)  # float64 [M]; empty without a critic
     returns: np.ndarray = field(default_factory=_nothing)  # float64 [M]; empty without a critic
     proximal: np.ndarray | None = None  # [M], when its rows have it
+    starts: np.ndarray = field(default_factory=_none)  # int64 [S]: row * T + position of the first input of each segment
+    sizes: np.ndarray = field(default_factory=_none)  # int64 [S]: inputs of each segment
+    members: np.ndarray = field(default_factory=_none)  # int64 [S]: which of the rows that were cut each segment is
+    positions: np.ndarray | None = None  # int64 [R, T], in its segment; None: those of the row, which is one segment
 
 
 Fill = Callable[[list[Row]], list[Row]]  # the same rows with a field filled in
@@ -207,27 +221,51 @@ def _divergence(row: Row) -> np.ndarray:
     return row.behaviour.astype(np.float64) - row.reference
 
 
-def microbatches(rows: Sequence[Row], tokens_per_microbatch: int) -> list[Microbatch]:
-    """Rows, longest first, cut so that rows x longest stays within the budget."""
-    ordered = [rows[i] for i in longest_first(rows)]
+def microbatches(rows: Sequence[Row], tokens_per_microbatch: int, packed: bool = False) -> list[Microbatch]:
+    """Rows, longest first, cut so that rows x longest stays within the budget; or packed into one row each (`best_fit`)."""
+    if packed:
+        return [_laid(rows, part, True) for part in best_fit([len(row.inputs) for row in rows], tokens_per_microbatch)]
+    ordered = sorted(range(len(rows)), key=lambda i: -len(rows[i].inputs))
     batches, start = [], 0
     while start < len(ordered):
-        count = max(1, tokens_per_microbatch // len(ordered[start].inputs))
-        batches.append(_pad(ordered[start : start + count]))
+        count = max(1, tokens_per_microbatch // len(rows[ordered[start]].inputs))
+        batches.append(_laid(rows, ordered[start : start + count], False))
         start += count
     return batches
 
 
-def longest_first(rows: Sequence[Row]) -> list[int]:
-    """Where the rows of all micro-batches, one after the other, are in `rows`."""
-    return sorted(range(len(rows)), key=lambda i: -len(rows[i].inputs))
+def best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Which segments share a packed row of at most `capacity` tokens; a longer one has a row for itself.
+
+    Best fit decreasing: longest first (stable), each into the row that it leaves the least room in, the first of several; else
+    into a new one. At most 11/9 of the fewest rows possible, plus 4 (Johnson et al., SIAM J. Comput. 3, 1974). Rows come in the
+    order in which they were opened, and each begins with its longest segment.
+
+    Example: sizes 4 7 3 5 1, capacity 10. 7 opens a row, 5 another; 4 fits the second alone (9), 3 the first (10), 1 the second
+    (10): [[1, 2], [3, 0, 4]].
+    """
+    parts: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # (tokens left, row), ascending
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        place = bisect_left(rooms, (sizes[i], -1))
+        if place == len(rooms):
+            parts.append([i])
+            left, row = capacity - sizes[i], len(parts) - 1
+        else:
+            left, row = rooms.pop(place)
+            parts[row].append(i)
+            left -= sizes[i]
+        insort(rooms, (left, row))
+    return parts
 
 
-def in_order_of(rows: Sequence[Row], parts: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """What micro-batches of these rows gave, [M] each, as one array a row, in the order of `rows`."""
-    order = longest_first(rows)
-    pieces = np.split(np.concatenate(parts), np.cumsum([len(rows[i].index) for i in order])[:-1]) if rows else []
-    found = dict(zip(order, pieces, strict=True))
+def in_order_of(rows: Sequence[Row], batches: Sequence[Microbatch], parts: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """What the micro-batches of these rows gave, [M] each, as one array a row, in the order of `rows`."""
+    found: dict[int, np.ndarray] = {}
+    for batch, part in zip(batches, parts, strict=True):
+        members = batch.members.tolist()
+        pieces = np.split(part, np.cumsum([len(rows[i].index) for i in members])[:-1]) if members else []
+        found.update(zip(members, pieces, strict=True))
     return [found[i] for i in range(len(rows))]
 
 
@@ -284,7 +322,9 @@ def _routes(segment: Segment, place: str) -> np.ndarray | None:
     return routes
 
 
-def _padded_routes(rows: Sequence[Row], width: int) -> tuple[np.ndarray | None, np.ndarray | None]:
+def _laid_routes(
+    rows: Sequence[Row], starts: np.ndarray, shape: tuple[int, int],
+) -> tuple[np.ndarray | None, np.ndarray | None]:
     """[R, T, L, K] and where they hold, [R, T]."""
     shapes = {row.routes.shape[1:] for row in rows if row.routes is not None}
     if not shapes:
@@ -293,31 +333,34 @@ def _padded_routes(rows: Sequence[Row], width: int) -> tuple[np.ndarray | None, 
         raise InvalidInput(
             f"routes of {' and '.join(map(str, sorted(shapes)))} (layers, experts) in one batch: samplers ran different models",
             "ROUTES_SHAPE", field="routes")
-    dtype = np.result_type(*(row.routes.dtype for row in rows if row.routes is not None))
-    routes, routed = np.zeros((len(rows), width, *shapes.pop()), dtype), np.zeros((len(rows), width), bool)
-    for i, row in enumerate(rows):
+    dtype, of_token = np.result_type(*(row.routes.dtype for row in rows if row.routes is not None)), shapes.pop()
+    routes, routed = np.zeros((shape[0] * shape[1], *of_token), dtype), np.zeros(shape[0] * shape[1], bool)
+    for row, start in zip(rows, starts.tolist(), strict=True):
         if row.routes is not None:
-            routes[i, : len(row.routes)], routed[i, : len(row.routes)] = row.routes, True
-    return routes, routed
+            routes[start : start + len(row.routes)], routed[start : start + len(row.routes)] = row.routes, True
+    return routes.reshape(*shape, *of_token), routed.reshape(shape)
 
 
-def _pad(rows: Sequence[Row]) -> Microbatch:
-    width = len(rows[0].inputs)
-    inputs = np.full((len(rows), width), PAD_ID, np.int64)
-    for i, row in enumerate(rows):
-        inputs[i, : len(row.inputs)] = row.inputs
+def _laid(all_rows: Sequence[Row], members: Sequence[int], packed: bool) -> Microbatch:
+    """A micro-batch of these segments: a row for each, or one row of all."""
+    rows, sizes = [all_rows[i] for i in members], np.array([len(all_rows[i].inputs) for i in members], np.int64)
+    lines, width = (1, int(sizes.sum())) if packed else (len(rows), int(sizes.max()))
+    starts = np.cumsum(sizes) - sizes if packed else np.arange(lines) * width
+    inputs = np.full(lines * width, PAD_ID, np.int64)
+    for row, start in zip(rows, starts.tolist(), strict=True):
+        inputs[start : start + len(row.inputs)] = row.inputs
     counts = [len(row.index) for row in rows]
 
-    def per_token(values: Sequence[float], dtype: type = np.float32) -> np.ndarray:
+    def per_token(values: Sequence[float] | np.ndarray, dtype: type = np.float32) -> np.ndarray:
         return np.repeat(np.array(values, dtype), counts)
 
-    numbers, lags = per_token(range(len(rows)), np.int64), np.concatenate([row.lags for row in rows]).astype(np.int64)
+    lags = np.concatenate([row.lags for row in rows]).astype(np.int64)
     references = [row.reference for row in rows if row.reference is not None]
     proximal = [row.proximal for row in rows if row.proximal is not None]
     return Microbatch(
-        inputs,
-        np.concatenate([row.index for row in rows]) + numbers * width,
-        numbers,
+        inputs.reshape(lines, width),
+        np.concatenate([row.index for row in rows]) + per_token(starts, np.int64),
+        per_token(range(len(rows)), np.int64),
         np.concatenate([row.targets for row in rows]).astype(np.int64),
         np.concatenate([row.behaviour for row in rows]).astype(np.float32),
         np.concatenate([
@@ -326,8 +369,10 @@ def _pad(rows: Sequence[Row]) -> Microbatch:
         lags,
         (lags == 0) & per_token([row.one_version for row in rows], np.bool_),
         np.concatenate(references) if references else None,
-        *_padded_routes(rows, width),
-        np.array([len(row.inputs) for row in rows], np.int64),
+        *_laid_routes(rows, starts, (lines, width)),
+        np.array([width], np.int64) if packed else sizes,
         _joined([row.values for row in rows]), _joined([row.returns for row in rows]),
         np.concatenate(proximal) if proximal else None,
+        starts, sizes, np.array(members, np.int64),
+        (np.arange(width) - np.repeat(starts, sizes))[None] if packed and len(rows) > 1 else None,
     )

@@ -19,7 +19,7 @@ from services.trainer.algorithms.objective import LossInputs, Objective
 from services.trainer.balance import Balance
 from services.trainer.expert_load import ExpertLoad
 from services.trainer.optimizer import NonFinite
-from services.trainer.packing import Microbatch, Row, in_order_of, longest_first
+from services.trainer.packing import Microbatch, Row, in_order_of
 from services.trainer.ranks import Alone
 from services.trainer.route_policy import RoutePolicy
 from slipstream import config
@@ -107,21 +107,20 @@ class PolicySteps:
     @torch.no_grad()
     def _asked(self, rows: Sequence[Row]) -> list[Row]:
         """The rows with the log-probabilities, and maybe the routes, of a pass over them."""
-        parts, routes = [], []
+        parts, of_row = [], dict[int, np.ndarray]()
         batches = self._ranks.microbatches(rows, self._run.trainer.tokens_per_microbatch)
         if not self._routes.records:
             self._routes.expect(batches)
         for batch in batches:
             if self._routes.records:
                 logprobs_M, found = self._routes.recorded(replace(batch, routes=None, routed=None), self.score)
-                routes += found
+                of_row.update(zip(batch.members.tolist(), found, strict=False))  # an idle one has none
             else:
                 logprobs_M, _ = self.forward(batch)
             parts.append(logprobs_M.cpu().numpy())
-        of_row = dict(zip(longest_first(rows), routes[: len(rows)], strict=True)) if routes else {}
         return [
             replace(row, proximal=proximal, routes=of_row.get(i, row.routes))
-            for i, (row, proximal) in enumerate(zip(rows, in_order_of(rows, parts), strict=True))]
+            for i, (row, proximal) in enumerate(zip(rows, in_order_of(rows, batches, parts), strict=True))]
 
     def _loss(self, batch: Microbatch) -> torch.Tensor:
         """A micro-batch's part of the step's loss, alone."""

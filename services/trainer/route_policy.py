@@ -104,14 +104,14 @@ class RoutePolicy:
     def recorded(
         self, batch: Microbatch, score: Callable[[Microbatch], tuple[torch.Tensor, torch.Tensor]],
     ) -> tuple[torch.Tensor, list[np.ndarray]]:
-        """Log-probabilities of `batch` with the routes that the model chooses for itself, [M], and these, [T, L, K] a row."""
-        assert self._replay is not None and batch.lengths is not None
+        """Log-probabilities of `batch` with the routes that the model chooses for itself, [M], and these, [T, L, K] a segment."""
+        assert self._replay is not None
         with self._replay.recording() as layers:
             logprobs_M, _ = score(batch)
         dtype = np.uint8 if self._replay.experts <= 256 else np.uint16
         routes = torch.stack(layers, 1).cpu().numpy().astype(dtype)
-        routes_R_T = routes.reshape(*batch.inputs.shape, *routes.shape[1:])
-        return logprobs_M, [routes_R_T[i, :length].copy() for i, length in enumerate(batch.lengths.tolist())]
+        places = zip(batch.starts.tolist(), batch.sizes.tolist(), strict=True)
+        return logprobs_M, [routes[start : start + size].copy() for start, size in places]
 
     def begin(self, step: int) -> None:
         """A batch begins."""
@@ -126,7 +126,7 @@ class RoutePolicy:
             self._ready()  # its proofs are forward passes of their own: before anybody counts those of the step
         with self._ranks.together():
             self._all_there(all(
-                b.routed is not None and bool(b.routed[:, 0].all()) for b in batches if len(b.index)))
+                b.routed is not None and bool(b.routed.reshape(-1)[b.starts].all()) for b in batches if len(b.index)))
             for batch in batches:
                 if batch.routes is not None and self._replay is not None:
                     self._replay.check(batch.routes)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from services.trainer.logprobs import chunked, output_head
+from services.trainer.packed_attention import laid
 from services.trainer.packing import Microbatch
 
 
@@ -26,7 +27,8 @@ class Scorer:
         device = self._model.device
         self._index_M = torch.from_numpy(batch.index).to(device)
         try:
-            self._model(input_ids=torch.from_numpy(batch.inputs).to(device), use_cache=False)
+            with laid(batch, device) as more:
+                self._model(input_ids=torch.from_numpy(batch.inputs).to(device), use_cache=False, **more)
         finally:
             self._index_M = None
         targets_M = torch.from_numpy(batch.targets).to(device)

@@ -48,8 +48,9 @@ class Teacher:
     @torch.no_grad()
     def taught(self, rows: Sequence[Row]) -> list[Row]:
         """The rows with the teacher's part added to their advantages."""
-        parts = [self._scorer(batch)[0].double().cpu().numpy() for batch in self._ranks.microbatches(rows, self._budget)]
-        gaps = [found - row.behaviour for row, found in zip(rows, in_order_of(rows, parts), strict=True)]
+        batches = self._ranks.microbatches(rows, self._budget)
+        parts = [self._scorer(batch)[0].double().cpu().numpy() for batch in batches]
+        gaps = [found - row.behaviour for row, found in zip(rows, in_order_of(rows, batches, parts), strict=True)]
         self._sums = -float(sum(gap.sum() for gap in gaps)), sum(len(gap) for gap in gaps)
         return [
             replace(row, advantages=(row.advantages if len(row.advantages) else np.zeros(len(gap))) + self._coefficient * gap)

@@ -48,6 +48,10 @@ CASES: dict[str, dict[str, Any]] = {
         algorithm={"preset": "ppo", "kl": "k1", "kl_in": "reward", "kl_coefficient": 0.3},
         critic={"learning_rate": 1e-3, "updates": 2}),
 }
+CASES["own_routes"] = dict(algorithm={"preset": "gspo-moe", "route_replay": "trainer"}, trainer={"minibatches": 2})
+# The same with segments that share rows.
+CASES |= {f"packed_{case}": CASES[case] | {"trainer": {"packing": "packed"} | CASES[case].get("trainer", {})} for case in (
+    "everything", "critic", "sequence_means", "own_routes", "adapter")}
 CASES["recomputed_adapter"] = CASES["adapter"]
 CASES |= {  # no feature, another family
     family: dict(model={"build": {"model_type": family, "tokenizer_chars": CHARS, "config": shape}})
@@ -73,6 +77,7 @@ def run(
     shape = FAMILIES["qwen3_moe"] | {"num_key_value_heads": 2} | model
     build = {"model_type": "qwen3_moe", "tokenizer_chars": CHARS, "config": shape}
     trainer = dict(learning_rate=1e-3, tokens_per_microbatch=tokens, max_grad_norm=0.05, parallel=parallel)
+    trainer |= sections.pop("trainer", {})
     model_section = {"build": build, "experts": "batched_mm", **sections.pop("model", {})}
     found = run_file(model=model_section, trainer=trainer, run={"seed": seed}, **sections)
     dtype = "float32" if case in SINGLE else "float64"

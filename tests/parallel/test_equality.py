@@ -22,13 +22,15 @@ ALL = dict(ranks=4, experts=4, exchange="hierarchical", ranks_per_node=2)
 HALF = dict(ranks=4, experts=2, exchange="flat")
 SPLIT = dict(ranks=4, experts=2, tensor=2, exchange="flat")
 JOBS: dict[str, list[tuple[str, dict[str, Any]]]] = {
-    "two": [("everything", TWO), ("critic", TWO), ("misled", TWO), ("culprits", TWO), ("supervised", TWO)],
+    "two": [
+        ("everything", TWO), ("critic", TWO), ("misled", TWO), ("culprits", TWO), ("supervised", TWO),
+        ("packed_everything", TWO)],
     "each": [
         *((case, TWO) for case in CASES if case not in ("adapted_experts", "recomputed_adapter")),
         *(("everything", TWO | other) for other in (
             {"recompute": True}, {"context": 2}, {"exchange": "copy"}, {"exchange": "all_gather"}, {"experts": 1})),
         ("critic", TWO | {"context": 2}), ("adapter", TWO | {"context": 2}), ("recomputed_adapter", TWO | {"recompute": True}),
-        ("adapted_experts", TWO | {"experts": 1}),
+        ("adapted_experts", TWO | {"experts": 1}), ("packed_everything", TWO | {"recompute": True}),
     ],
     "four": [
         *(("everything", mesh) for mesh in (ALL, HALF, SPLIT)), *(("critic", mesh) for mesh in (ALL, SPLIT)), ("adapter", HALF),
@@ -102,6 +104,16 @@ def test_micro_batches_are_one_batch(case: str, folder: str) -> None:
     """The same in one process: cut in five or not at all."""
     assert single(case, folder)["metrics"][0]["microbatches"] > 4
     same(single(case, folder, 10_000), single(case, folder))
+
+
+@pytest.mark.parametrize("case", [
+    "everything", "critic", "own_routes", *(pytest.param(case, marks=NIGHTLY) for case in ("sequence_means", "adapter"))])
+def test_packed_rows_are_one_batch(case: str, folder: str) -> None:
+    """Segments that share rows, in one process: sequence means count samples, routes and values find their tokens, loads and
+    auxiliary losses are those without padding."""
+    packed, rows = single(f"packed_{case}", folder), single(case, folder)
+    assert packed["metrics"][0]["microbatches"] <= rows["metrics"][0]["microbatches"]
+    same(packed, rows)
 
 
 @pytest.mark.parametrize(("size", "number"), of("misled"))

@@ -8,7 +8,7 @@ Axes: R rows, T tokens of a row, C ranks of a context group, t = ceil(T / C) tok
 
 Every rank has the whole loss and the gradient of its own log-probabilities: `joined` hands back its part of the gradient
 alone, so the sum over ranks counts each token once. Whoever adds up losses counts one rank of each group, as with tensor
-parallelism. Rows are not packed: a row is one segment, so nothing else bounds what a token may look at.
+parallelism. Rows are not packed (learner.refuse): a row is one segment, so nothing else bounds what a token may look at.
 
 Worked example: C = 2, inputs 5 6 7 with trained index 1 2. Rank 0: inputs 5 6, index 1. Rank 1: inputs 7 and padding, positions
 2 3, index 0.
@@ -26,12 +26,14 @@ import numpy as np
 import torch
 from torch import distributed as dist
 
+from services.trainer.packed_attention import linear
 from services.trainer.packing import PAD_ID, Microbatch
 from services.trainer.parallel.context_attention import PREFIX, WITHIN, dividing, whole_rows
 from slipstream import config
 from slipstream.errors import ConfigError
 
 PER_POSITION = ("routes", "routed")  # beside `inputs`; `index` and `lengths` are special, the rest is per trained token
+PER_SEGMENT = ("starts", "sizes", "members")  # of whole rows: a part has none
 REMEDY = "; set context = 1, and bound rollout.max_new_tokens by what fits"
 TRIED = 16  # tokens of each rank in `verify`
 # Largest mean of the positions' relative errors in `verify`. Tiny models in float32: 1e-7, with linear attention divided 3e-3.
@@ -147,7 +149,8 @@ def share(batch: Microbatch, number: int, size: int) -> Part:
     at = (position >= start) & (position < start + own)
     changed: dict[str, Any] = {
         "inputs": _piece(batch.inputs, start, own, PAD_ID), "index": (row * own + position - start)[at],
-        "lengths": None if batch.lengths is None else np.clip(batch.lengths - start, 0, own)}
+        "lengths": None if batch.lengths is None else np.clip(batch.lengths - start, 0, own),
+        **{name: getattr(batch, name)[:0] for name in PER_SEGMENT}}
     for name in (field.name for field in fields(batch) if field.name not in changed):
         if (value := getattr(batch, name)) is None:
             continue
@@ -164,11 +167,6 @@ def _piece(values: np.ndarray, start: int, own: int, fill: int) -> np.ndarray:
     piece = values[:, start : start + own]
     found[:, : piece.shape[1]] = piece
     return found
-
-
-def linear(model: Any) -> list[Any]:
-    """Modules of linear attention, by the name that families of Qwen3-Next's kind give them."""
-    return [module for name, module in model.named_modules() if name.rpartition(".")[2] == "linear_attn"]
 
 
 def fits(model: Any, settings: config.Parallel) -> None:

@@ -15,7 +15,6 @@ there as "slipstream_context_" + the implementation that runs within. Without `d
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -24,6 +23,8 @@ import torch
 from torch import distributed as dist
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from services.trainer import packed_attention
 
 PREFIX = "slipstream_context_"
 WITHIN = ("sdpa", "eager")  # implementations that may run within
@@ -45,7 +46,9 @@ def dividing(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 def kept() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """For torch.utils.checkpoint: what is computed again is divided as it was the first time."""
+    """For torch.utils.checkpoint: what is computed again is divided, or keeps to segments, as it was the first time."""
+    if (row := packed_attention.now()) is not None:
+        return nullcontext(), packed_attention.keeping(row)
     return nullcontext(), dividing(_sharing)
 
 
@@ -148,7 +151,7 @@ def _attention(within: str) -> Callable[..., tuple[torch.Tensor, None]]:
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
         **options: Any,
     ) -> tuple[torch.Tensor, None]:
-        implementation = ALL_ATTENTION_FUNCTIONS[within] if within != "eager" else _own_eager(module)
+        implementation = ALL_ATTENTION_FUNCTIONS[within] if within != "eager" else packed_attention.own_eager(module)
         if (group := _sharing) is None:
             return implementation(module, query, key, value, attention_mask, **options)
         if unknown := {"position_bias", "cu_seq_lens_q"} & {name for name, given in options.items() if given is not None}:
@@ -165,14 +168,6 @@ def _attention(within: str) -> Callable[..., tuple[torch.Tensor, None]]:
         return ulysses(query, key, value, group, attend), None
 
     return attention
-
-
-def _own_eager(module: Any) -> Callable[..., Any]:
-    """Every family has its own, in the file of its model."""
-    for kind in type(module).__mro__:
-        if found := getattr(sys.modules.get(kind.__module__), "eager_attention_forward", None):
-            return found
-    raise ValueError(f"{type(module).__name__} has no eager attention in its file")
 
 
 def _mask(within: str) -> Callable[..., torch.Tensor | None]:

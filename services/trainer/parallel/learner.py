@@ -177,6 +177,8 @@ def refuse(run: config.RunFile) -> None:
         (run.model.lora is not None and run.model.lora.save_merged, "model.lora.save_merged"),
         (run.algorithm.route_replay == "trainer" and run.trainer.parallel.context > 1,
          "algorithm.route_replay = trainer beside trainer.parallel.context above 1"),
+        (run.trainer.packing == "packed" and run.trainer.parallel.context > 1,
+         "trainer.packing = packed beside trainer.parallel.context above 1"),
         (run.deterministic, "schedule.deterministic"),
     ]
     if found := [what for broken, what in refused if broken]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from services.trainer.logprobs import log_probabilities
+from services.trainer.packed_attention import laid
 from services.trainer.packing import Microbatch
 from services.trainer.parallel import mesh
 from services.trainer.parallel.context import Context
@@ -29,10 +30,10 @@ class SpreadScorer:
         part = self._context.part(batch)
         inputs, self._index_M, targets = (
             torch.from_numpy(a).to(self._device) for a in (part.batch.inputs, part.batch.index, part.batch.targets))
-        positions = None if part.positions is None else part.positions.to(self._device)
+        positions = {} if part.positions is None else {"position_ids": part.positions.to(self._device)}
         try:
-            with self._context.dividing():
-                found = self._model(input_ids=inputs, position_ids=positions, use_cache=False)
+            with self._context.dividing(), laid(part.batch, self._device) as more:
+                found = self._model(input_ids=inputs, use_cache=False, **positions, **more)
         finally:
             self._index_M = None
         logprobs_M, entropy_M = self._context.joined(
