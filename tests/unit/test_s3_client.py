@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 from typing import Any
 
@@ -35,28 +36,32 @@ async def test_a_body_is_hashed_only_where_it_could_be_changed_on_the_way(
     assert (value != UNSIGNED_PAYLOAD) is hashed
 
 
-async def test_a_large_body_is_sent_from_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every try is handed the caller's own memory, whole, a quarter of a megabyte at a time; its length is known beforehand."""
+@pytest.mark.parametrize("scheme", ["http", "https"])
+async def test_a_large_body_is_sent_from_where_it_lies(monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
+    """Every try is handed the caller's own memory, whole, a quarter of a megabyte at a time; its length is known beforehand,
+    and over plain HTTP its hash."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
     weights = [bytearray(os.urandom(SENT_BYTES + 1)), os.urandom(INLINE_BYTES)]
-    tries: list[tuple[object, str]] = []
+    tries: list[tuple[object, str, bytes]] = []
 
     def look(request: Any, **_: object) -> None:
-        tries.append((request.body, request.headers["Content-Length"]))
+        tries.append((request.body, request.headers["Content-Length"], request.headers["X-Amz-Content-SHA256"]))
         raise ConnectionAbortedError("seen")
 
     async def at_once(seconds: float) -> None:
         await asyncio.sleep(0)
 
-    async with open_s3("bucket", "", "https://127.0.0.1:1", "us-east-1") as store:
+    async with open_s3("bucket", "", f"{scheme}://127.0.0.1:1", "us-east-1") as store:
         store._sleep = at_once
         store._client.meta.events.register_last("before-send.s3", look)
         with pytest.raises(Unavailable):
             await store.put("k", weights)
     assert len(tries) == TRIES
-    for body, length in tries:
+    whole = b"".join(weights)
+    for body, length, signed in tries:
         sent = [piece async for piece in body]  # pyright: ignore[reportGeneralTypeIssues]
-        assert b"".join(sent) == b"".join(weights) and int(length) == sum(map(len, weights))
+        assert b"".join(sent) == whole and int(length) == len(whole)
+        assert signed.decode() == (UNSIGNED_PAYLOAD if scheme == "https" else hashlib.sha256(whole).hexdigest())
         assert [len(piece) for piece in sent[:3]] == [SENT_BYTES, 1, SENT_BYTES]
         assert {id(piece.obj) for piece in sent} == {id(part) for part in weights}
