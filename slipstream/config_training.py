@@ -253,6 +253,10 @@ class Trainer(Section):
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW weight decay.")
     max_grad_norm: float = Field(default=1.0, gt=0, description="Global gradient norm is clipped to this.")
     tokens_per_microbatch: PositiveInt = Field(default=16384, description="Padded tokens of one forward/backward.")
+    packing: Literal["rows", "packed"] = Field(
+        default="rows", description="How a forward/backward holds its segments: rows = one a row, padded to the longest; "
+        "packed = one after the other, without padding."
+    )
     minibatches: PositiveInt = Field(
         default=1, description="Parts of whole groups that a batch is split into; each is an optimizer step of its own."
     )

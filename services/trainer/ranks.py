@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from services.trainer import packed_attention
 from services.trainer.optimizer import adamw, clipped_step
 from services.trainer.packing import Fill, Microbatch, Row, microbatches
 from services.trainer.scorer import Scorer
@@ -37,7 +38,7 @@ def idle() -> Microbatch:
         np.zeros(1, np.int32), np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int64),
         reference=np.zeros(0, np.float32))
     [batch] = microbatches([nothing], 1)
-    return replace(batch, lengths=np.zeros(1, np.int64))
+    return replace(batch, lengths=np.zeros(1, np.int64), members=np.zeros(0, np.int64))
 
 
 class Alone:
@@ -48,7 +49,7 @@ class Alone:
     scale = 1  # what a loss is multiplied by before its backward pass, where gradients are averaged and not added up
 
     def __init__(self, run: config.RunFile) -> None:
-        self.run = run
+        self.run, self.packs = run, run.trainer.packing == "packed"
         self._offload = Offload()
         # Bits that do not depend on batch mates are promised, and tested, on a CPU.
         self.device = torch.device("cuda" if torch.cuda.is_available() and not run.deterministic else "cpu")
@@ -76,14 +77,18 @@ class Alone:
         # Evaluation mode: dropout and router jitter would make the trainer's distribution differ from the sampler's.
         found = prepare(model.eval(), tokenizer).to(self.device)
         self._offload.model(found)
-        return found, tokenizer
+        return packed_attention.attach(found) if self.packs else found, tokenizer
 
     def completed(self, module: Any) -> Any:
         """A module around a built model, its `backbone`: what it adds is spread, too."""
         return module
 
     def scorer(self, model: Any) -> Score:
-        """The model as a function from a micro-batch to log-probabilities and entropies."""
+        """The model as a function from a micro-batch to log-probabilities and entropies. Raises ConfigError as
+        services.trainer.packed_attention.verify.
+        """
+        if self.packs:
+            packed_attention.verify(model)
         return Scorer(model, self.run.trainer.logit_rows)
 
     def optimizer(self, model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
@@ -127,7 +132,7 @@ class Alone:
 
     def microbatches(self, rows: Sequence[Row], tokens: int) -> list[Microbatch]:
         """Of this rank's rows, as many as every other rank has; those that fill up train no token."""
-        return microbatches(rows, tokens)
+        return microbatches(rows, tokens, self.packs)
 
     def part(self, batch: Microbatch) -> Microbatch:
         """What of a micro-batch this rank's layers see: with context parallelism a piece of each row."""

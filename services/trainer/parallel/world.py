@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from services.trainer import packed_attention
 from services.trainer.batches import read_routes
 from services.trainer.packing import Fill, Microbatch, Row, microbatches
 from services.trainer.parallel import build, context, mesh
@@ -60,7 +61,7 @@ class World(Alone):
         self._exchanges.append(found.exchanges)
         self._offload.model(found.model)
         self._hidden = self._hidden if self._models > 1 else int(found.model.config.get_text_config().hidden_size)
-        return self.context.attach(found.model), found.tokenizer
+        return self.context.attach(packed_attention.attach(found.model) if self.packs else found.model), found.tokenizer
 
     def _join(self) -> None:
         self._models += 1
@@ -77,6 +78,9 @@ class World(Alone):
         return module
 
     def scorer(self, model: Any) -> Score:
+        if self.packs:
+            packed_attention.verify(model)
+            mesh.reshard(model)
         return SpreadScorer(model, self.context, self.device)
 
     def optimizer(self, model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
@@ -191,7 +195,7 @@ class World(Alone):
         return received[0]
 
     def microbatches(self, rows: Sequence[Row], tokens: int) -> list[Microbatch]:
-        batches = microbatches(rows, tokens * self._settings.context)
+        batches = microbatches(rows, tokens * self._settings.context, self.packs)
         most = torch.tensor([len(batches)])
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         return batches + [idle()] * (int(most) - len(batches))
