@@ -57,11 +57,12 @@ def backward_is_broken(module: torch.nn.Module, inputs: tuple[torch.Tensor], out
         output.register_hook(lambda grad: torch.where((inputs[0] == BAD)[..., None], math.nan, grad))
 
 
-@pytest.mark.parametrize(("break_it", "what"), [(forward_is_broken, "loss"), (backward_is_broken, "gradient")])
-def test_the_step_is_skipped_and_its_sample_named(break_it, what):
+@pytest.mark.parametrize(("break_it", "what", "packing"), [
+    (forward_is_broken, "loss", "rows"), (backward_is_broken, "gradient", "rows"), (forward_is_broken, "loss", "packed")])
+def test_the_step_is_skipped_and_its_sample_named(break_it, what, packing):
     """Weights, moments and random state stay as they are to the bit; of 16 samples exactly the broken one is named; the next
     step is that of a trainer that had a batch without signal instead."""
-    made, other = learner(), learner()
+    made, other = learner(packing=packing), learner(packing=packing)
     for each in (made, other):
         each.step(groups(seed=4), 1)
     before = everything(made)

@@ -56,9 +56,10 @@ CASES["recomputed_adapter"] = CASES["adapter"]
 CASES |= {  # no feature, another family
     family: dict(model={"build": {"model_type": family, "tokenizer_chars": CHARS, "config": shape}})
     for family, shape in families.FAMILIES.items() if family != "qwen3_moe"}
+CASES["packed_linear"] = CASES["qwen3_next"] | {"trainer": {"packing": "packed"}}
 # In float32: routers that stay so in a float64 model, where FSDP wants one type in a layer; layers that run again where `exact`
 # does not reach.
-SINGLE = ("deepseek_v3", "glm4_moe", "recomputed_adapter")
+SINGLE = ("deepseek_v3", "glm4_moe", "recomputed_adapter", "packed_linear")
 METRICS = (
     "loss", "grad_norm", "entropy", "gap_mean", "k3", "clip_share", "ess", "trained_tokens", "reward_mean", "tokens", "skipped",
     "expert_load_max", "expert_load_mean", "dead_experts", "balance_loss", "router_z_loss", "route_flip_share",

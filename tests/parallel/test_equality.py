@@ -30,7 +30,7 @@ JOBS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         *(("everything", TWO | other) for other in (
             {"recompute": True}, {"context": 2}, {"exchange": "copy"}, {"exchange": "all_gather"}, {"experts": 1})),
         ("critic", TWO | {"context": 2}), ("adapter", TWO | {"context": 2}), ("recomputed_adapter", TWO | {"recompute": True}),
-        ("adapted_experts", TWO | {"experts": 1}), ("packed_everything", TWO | {"recompute": True}),
+        ("adapted_experts", TWO | {"experts": 1}), ("packed_linear", TWO | {"recompute": True}),
     ],
     "four": [
         *(("everything", mesh) for mesh in (ALL, HALF, SPLIT)), *(("critic", mesh) for mesh in (ALL, SPLIT)), ("adapter", HALF),
