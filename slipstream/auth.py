@@ -139,7 +139,7 @@ def identify(
     return Caller(role, "role token")
 
 
-class RoleInterceptor(grpc.aio.ServerInterceptor):
+class RoleGuard:
     """Refuse calls without a proved and allowed role, or over their quota. Sits inside the one that turns errors into
     statuses, around the method: only there does gRPC tell whose certificate it was."""
 
@@ -148,18 +148,17 @@ class RoleInterceptor(grpc.aio.ServerInterceptor):
     ) -> None:
         self._credentials, self._unix, self._quotas = credentials, unix, Quotas(clock)
 
-    async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        handler, details = await continuation(handler_call_details), handler_call_details
-        if handler is None or details.method.strip("/").partition("/")[0] in OPEN:
-            return handler
-        header = next((value for key, value in details.invocation_metadata if key == HEADER and isinstance(value, str)), "")
-        return self._guarded(handler, details.method, header)
+    def around(self, method: str, handler: Any) -> Any:
+        """The handler of "/package.Service/Method" behind the checks; that of an open service as it is."""
+        return handler if method.strip("/").partition("/")[0] in OPEN else self._guarded(handler, method)
 
-    def _guarded(self, handler: Any, method: str, header: str) -> Any:
-        """The same handler behind the checks. A request stays bytes until its caller is known: nobody else's is parsed."""
+    def _guarded(self, handler: Any, method: str) -> Any:
+        """A request stays bytes until its caller is known: nobody else's is parsed."""
         read: Callable[[Any], Any] = handler.request_deserializer or bytes
 
         def known(context: grpc.aio.ServicerContext) -> Caller:
+            told = context.invocation_metadata() or ()
+            header = next((value for key, value in told if key == HEADER and isinstance(value, str)), "")
             caller = identify(method, header, context.auth_context(), self._credentials, self._unix())
             authorise(method, caller)
             return caller if caller.name else self._own(caller, context.peer())

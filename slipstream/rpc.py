@@ -11,11 +11,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import inspect
 import ipaddress
 import random
 import socket
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -25,20 +23,19 @@ from google.protobuf import duration_pb2
 from grpc_health.v1 import health as health_names
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from slipstream import auth, errors, logs, tls
 from slipstream.auth_credentials import Credentials, fixed
-from slipstream.errors import ConfigError, SlipstreamError, Unavailable
+from slipstream.errors import ConfigError, Unavailable
 from slipstream.lifecycle import Clock, Waits
-from slipstream.rpc_channel import RenewingChannel, token_interceptors
+from slipstream.rpc_channel import RenewingChannel, TokenChannel
+from slipstream.rpc_methods import Boundary, Observe, Registrar
 
 T = TypeVar("T")
 Registration = tuple[Callable[[Any, Any], None], Any]
-Observe = Callable[[str, str, float], None]
 
 MESSAGE_BYTES = 64 << 20
-STATUS_DETAILS = "grpc-status-details-bin"
 _REACHED_S = 2.0
 _BACKOFF_S, _BACKOFF_MOST_S = 0.05, 2.0
 _LIMITS = [
@@ -104,18 +101,22 @@ def channel(
     on. Raises ConfigError for plaintext to an address that is not loopback, unless it is meant to be `insecure`.
     """
     found = credentials or fixed(secret, role)
-    interceptors = token_interceptors(found.metadata) if found.metadata() else None
+    made = _channel(address, found, peer, insecure)
+    return TokenChannel(made, found.metadata) if found.metadata() else made
+
+
+def _channel(address: str, found: Credentials, peer: str, insecure: bool) -> grpc.aio.Channel:
+    """`channel` without tokens."""
     named = [*CLIENT_OPTIONS, ("grpc.ssl_target_name_override", tls.server_name(peer))]
     if found.certificates is not None:
-        return RenewingChannel(found.certificates, lambda pems: grpc.aio.secure_channel(
-            address, tls.channel_credentials(pems), named, interceptors=interceptors))
+        return RenewingChannel(
+            found.certificates, lambda pems: grpc.aio.secure_channel(address, tls.channel_credentials(pems), named))
     if found.authority is not None:
-        return grpc.aio.secure_channel(
-            address, grpc.ssl_channel_credentials(found.authority.read_bytes()), named, interceptors=interceptors)
+        return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(found.authority.read_bytes()), named)
     if not insecure and not is_loopback(address):
         raise ConfigError(
             f"{address} is not loopback and would be plaintext: set security.tls_dir (--tls-dir) to a folder with certificates")
-    return grpc.aio.insecure_channel(address, CLIENT_OPTIONS, interceptors=interceptors)
+    return grpc.aio.insecure_channel(address, CLIENT_OPTIONS)
 
 
 async def call(method: Callable[..., Awaitable[T]], request: Any, timeout_s: float) -> T:
@@ -205,10 +206,9 @@ class Server:
                 f"--client-port {client_port} asks for signed tokens, and there is no secret: set security.secret_file")
         self._host, self._port, self._registrations, self._grace_s = host, port, registrations, grace_s
         self._client_port, self._health_port = client_port, health_port
-        interceptors: list[grpc.aio.ServerInterceptor] = [_ErrorInterceptor(observe)]
-        if self._credentials.checks:
-            interceptors.append(auth.RoleInterceptor(self._credentials))
-        self._server = grpc.aio.server(interceptors=interceptors, options=[*SERVER_OPTIONS, *(
+        self._boundary = Boundary(observe)
+        self._guard = auth.RoleGuard(self._credentials) if self._credentials.checks else None
+        self._server = grpc.aio.server(options=[*SERVER_OPTIONS, *(
             _SECURE_OPTIONS if self._credentials.certificates is not None else ())])
         self._probes = grpc.aio.server(options=SERVER_OPTIONS) if health_port else None
         self._health = HealthServicer()
@@ -225,13 +225,15 @@ class Server:
 
     async def start(self) -> None:
         """Listen. Raises ConfigError when the port is taken."""
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        serve = Registrar(self._server, self._served)
         for add, servicer in self._registrations:
-            recorder = _Recorder(self._server)
-            add(servicer, recorder)
-            self._names += recorder.names
+            add(servicer, serve)
+        self._names += serve.names
         names = [health_names.SERVICE_NAME, reflection.SERVICE_NAME, *self._names]
-        reflection.enable_server_reflection(names, self._server)
+        for add, servicer in (
+                (health_pb2_grpc.add_HealthServicer_to_server, self._health),
+                (reflection_pb2_grpc.add_ServerReflectionServicer_to_server, reflection.aio.ReflectionServicer(names))):
+            add(servicer, serve)
         await self.set_serving(True)
         certificates = self._credentials.certificates
         own = certificates.server_credentials() if certificates is not None else None
@@ -254,6 +256,10 @@ class Server:
         except RuntimeError as error:
             raise ConfigError(f"{option} {port}: cannot listen on {self._host}: {error}") from None
 
+    def _served(self, method: str, handler: Any) -> Any:
+        """A method as it is served: checks around it, and around those what makes statuses of errors."""
+        return self._boundary.around(method, self._guard.around(method, handler) if self._guard else handler)
+
     async def set_serving(self, serving: bool) -> None:
         """Health of every service: SERVING or NOT_SERVING. Calls are answered all the same."""
         states = health_pb2.HealthCheckResponse
@@ -267,87 +273,6 @@ class Server:
             await self._server.stop(self._grace_s)
             if self._probes is not None:
                 await self._probes.stop(0)
-
-
-class _Recorder:
-    """Stands in for the server while generated code registers, to learn the services' names."""
-
-    def __init__(self, server: grpc.aio.Server) -> None:
-        self._server = server
-        self.names: list[str] = []
-
-    def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
-        self.names += [h.service_name() for h in handlers if hasattr(h, "service_name")]
-        self._server.add_generic_rpc_handlers(handlers)
-
-    def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
-        """The same methods once more, for a faster look-up. Left out: one way of dispatch is enough."""
-
-
-class _ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns exceptions of handlers into statuses with details, for unary and streaming methods, and times every call."""
-
-    def __init__(self, observe: Observe | None) -> None:
-        self._observe = observe
-
-    async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        method = handler_call_details.method
-        inner: Any
-        if handler.response_streaming:
-            inner = handler.stream_stream if handler.request_streaming else handler.unary_stream
-            make = (
-                grpc.stream_stream_rpc_method_handler if handler.request_streaming else grpc.unary_stream_rpc_method_handler)
-        else:
-            inner = handler.stream_unary if handler.request_streaming else handler.unary_unary
-            make = grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
-        if inspect.isasyncgenfunction(inner):
-            return make(self._stream(method, inner), handler.request_deserializer, handler.response_serializer)
-        return make(self._single(method, inner), handler.request_deserializer, handler.response_serializer)
-
-    def _single(self, method: str, inner: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
-        async def handle(request: Any, context: grpc.aio.ServicerContext) -> Any:
-            started = time.perf_counter()
-            try:
-                response = await inner(request, context)
-            except Exception as error:
-                await self._abort(method, context, error, started)
-            else:
-                self._done(method, "OK", started)
-                return response
-
-        return handle
-
-    def _stream(self, method: str, inner: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        async def handle(request: Any, context: grpc.aio.ServicerContext):
-            started = time.perf_counter()
-            try:
-                async with contextlib.aclosing(inner(request, context)) as responses:
-                    async for response in responses:
-                        yield response
-            except Exception as error:
-                await self._abort(method, context, error, started)
-            else:
-                self._done(method, "OK", started)
-
-        return handle
-
-    async def _abort(self, method: str, context: grpc.aio.ServicerContext, error: Exception, started: float) -> None:
-        if isinstance(error, grpc.aio.BaseError):
-            self._done(method, "ABORTED_BY_HANDLER", started)
-            raise error
-        if not isinstance(error, SlipstreamError):
-            log.exception(f"{method} failed", error=error)
-        status = errors.to_status(error)
-        code = errors.grpc_code(status)
-        self._done(method, code.name, started)
-        await context.abort(code, status.message, ((STATUS_DETAILS, status.SerializeToString()),))
-
-    def _done(self, method: str, code: str, started: float) -> None:
-        if self._observe is not None:
-            self._observe(method, code, time.perf_counter() - started)
 
 
 def check_port(host: str, port: int, option: str) -> None:

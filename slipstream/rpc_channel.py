@@ -111,28 +111,47 @@ class RenewingChannel(grpc.aio.Channel):
         return call
 
 
-def token_interceptors(metadata: Callable[[], Metadata]) -> list[grpc.aio.ClientInterceptor]:
-    """Send `metadata()` with every call. One interceptor per kind: grpc.aio files each object under the first kind that it is
-    an instance of."""
+class TokenChannel(grpc.aio.Channel):
+    """A channel whose calls carry `metadata()`, asked anew for each.
 
-    def with_token(details: Any) -> Any:
-        joined = grpc.aio.Metadata(*(details.metadata or ()), *metadata())
-        return grpc.aio.ClientCallDetails(details.method, details.timeout, joined, details.credentials, details.wait_for_ready)
+    Not gRPC's interceptors: those add a task and five objects to every call.
+    """
 
-    class UnaryUnary(grpc.aio.UnaryUnaryClientInterceptor):
-        async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-            return await continuation(with_token(client_call_details), request)
+    def __init__(self, channel: grpc.aio.Channel, metadata: Callable[[], Metadata]) -> None:
+        self._channel, self._metadata = channel, metadata
 
-    class UnaryStream(grpc.aio.UnaryStreamClientInterceptor):
-        async def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-            return await continuation(with_token(client_call_details), request)
+    async def close(self, grace: float | None = None) -> None:
+        await self._channel.close(grace)
 
-    class StreamUnary(grpc.aio.StreamUnaryClientInterceptor):
-        async def intercept_stream_unary(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
-            return await continuation(with_token(client_call_details), request_iterator)
+    async def __aenter__(self) -> TokenChannel:
+        return self
 
-    class StreamStream(grpc.aio.StreamStreamClientInterceptor):
-        async def intercept_stream_stream(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
-            return await continuation(with_token(client_call_details), request_iterator)
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
-    return [UnaryUnary(), UnaryStream(), StreamUnary(), StreamStream()]
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._channel.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._channel.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._channel.channel_ready()
+
+    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
+        return self._with_token(self._channel.unary_unary(*args, **kwargs))
+
+    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
+        return self._with_token(self._channel.unary_stream(*args, **kwargs))
+
+    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
+        return self._with_token(self._channel.stream_unary(*args, **kwargs))
+
+    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
+        return self._with_token(self._channel.stream_stream(*args, **kwargs))
+
+    def _with_token(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, metadata: Metadata | None = None, **kwargs: Any) -> Any:
+            return method(*args, metadata=(*(metadata or ()), *self._metadata()), **kwargs)
+
+        return call
