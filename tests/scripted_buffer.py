@@ -8,7 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from services.rollout.service import start
+from services.rollout.weights import Weights
 from slipstream import config, rpc
 from slipstream.environment import Action, Environment, Episode, Reset, Step, Task
 from slipstream.errors import Fenced, to_status
@@ -134,6 +137,18 @@ class ScriptedBuffer(samples_pb2_grpc.SampleServiceServicer, policy_pb2_grpc.Pol
         self.holds.append(request.version)
         await self.notify()
         return policy_pb2.HoldVersionResponse()
+
+
+def slow_store(monkeypatch: pytest.MonkeyPatch, buffer: ScriptedBuffer) -> None:
+    """From now on a version's objects come only once the buffer was asked to hold it."""
+    plain = Weights._read
+
+    async def read(self: Weights, version: Version) -> Any:
+        await buffer.until(lambda: version.number in buffer.holds)
+        return await plain(self, version)
+
+    monkeypatch.setattr("services.rollout.weights.HOLD_AFTER_S", 0.01)
+    monkeypatch.setattr(Weights, "_read", read)
 
 
 @contextlib.asynccontextmanager

@@ -32,6 +32,7 @@ from slipstream.telemetry import RolloutMetrics
 POLL_S = 10.0
 RETRY_S, RETRY_MOST_S = 0.5, 15.0
 HOLD_S = 120.0
+HOLD_AFTER_S = 0.2  # of reading: a small version is there sooner than the buffer could answer
 CALL_S = 10.0
 
 log = logs.get("rollout")
@@ -169,13 +170,19 @@ class Weights:
         self._changed()
 
     async def _fetch(self, version: PolicyVersion) -> tuple[Manifest, Sequence[RawTensor]]:
-        """Hold it, read it, verify it. Hold and read at once: the newest two are never deleted, others are read again."""
+        """Read it, verify it; hold it when that takes a while. The newest two are never deleted, others are read again."""
         context = self._context
-        hold = pb.HoldVersionRequest(version=version.number, reader=context.arguments.instance, ttl=rpc.duration(HOLD_S))
-        holding = rpc.call_until(
-            self._policy.HoldVersion, hold, CALL_S, context.waits, f"buffer: hold of version {version.number}", context.clock)
-        _, read = await asyncio.gather(holding, self._read(version))
-        return read
+        reading = asyncio.ensure_future(self._read(version))
+        try:
+            if not (await asyncio.wait({reading}, timeout=HOLD_AFTER_S))[0]:
+                hold = pb.HoldVersionRequest(
+                    version=version.number, reader=context.arguments.instance, ttl=rpc.duration(HOLD_S))
+                await rpc.call_until(
+                    self._policy.HoldVersion, hold, CALL_S, context.waits, f"buffer: hold of version {version.number}",
+                    context.clock)
+            return await reading
+        finally:
+            reading.cancel()
 
     async def _read(self, version: PolicyVersion) -> tuple[Manifest, Sequence[RawTensor]]:
         context = self._context

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 
 from google.rpc import code_pb2
@@ -44,8 +44,11 @@ SUBMIT_BYTES = 16 << 20  # of what is handed in at once
 STREAM_BYTES = 1 << 20  # from here on over a stream
 # Each call costs every service on the way a fixed price, so finished samples gather for this long, or until this share of the
 # slots is done, or until nothing is in flight that they could wait for.
-GATHER_S = 0.1
+GATHER_S = 0.2
 GATHER_SHARE = 2
+# For the same reason, and because few new sequences cost the engine a pass as dear as that of many, a lease is asked for once
+# this share of the slots is free; the rest of the rule is the same.
+ROOM_SHARE = 8
 
 log = logs.get("rollout")
 
@@ -125,6 +128,7 @@ class RolloutWorker:
             full = f"free slots: {self._in_hand} samples in flight"
             with context.waits.on(full, patient=True) if busy else nullcontext():
                 await self._room.wait()
+            await self._room_gathers()
             await self._spare_a_broken_environment()
             version = self._engine.version
             request = pb.LeaseSamplesRequest(
@@ -238,16 +242,24 @@ class RolloutWorker:
 
     async def _gather(self) -> None:
         """Wait for company; see GATHER_S. What is last in flight never waits."""
+        await self._gathered(self._news, lambda: not self._done or len(self._done) * GATHER_SHARE >= self._slots)
+
+    async def _room_gathers(self) -> None:
+        """The same for slots; see ROOM_SHARE."""
+        await self._gathered(self._room, lambda: (self._slots - self._in_hand) * ROOM_SHARE >= self._slots)
+
+    async def _gathered(self, news: asyncio.Event, enough: Callable[[], bool]) -> None:
+        """For at most GATHER_S, while something is in flight and there is not `enough`; `news` tells that there is more."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + GATHER_S
-        while self._player.running and self._done and len(self._done) * GATHER_SHARE < self._slots:
-            self._news.clear()
+        while self._player.running and not enough():
+            news.clear()
             try:
                 async with asyncio.timeout_at(deadline):
-                    await self._news.wait()
+                    await news.wait()
             except TimeoutError:
                 break
-        self._news.set()
+        news.set()
 
     def _next_lot(self) -> list[tuple[Key, pb.SubmittedSample]]:
         """As much as one call takes."""

@@ -22,7 +22,7 @@ from slipstream.protos.types.v1 import policy_pb2 as types_policy_pb2
 from slipstream.sample import FINISH_LENGTH, array, decode, tensor
 from slipstream.service import ServiceContext
 from tests.rollout_runs import publish
-from tests.scripted_buffer import ScriptedBuffer, published, service, turns
+from tests.scripted_buffer import ScriptedBuffer, published, service, slow_store, turns
 
 Version = types_policy_pb2.PolicyVersion
 
@@ -40,7 +40,7 @@ async def test_leases_become_samples(tmp_path: Path, buffer: ScriptedBuffer) -> 
     async with service(run, buffer) as context:
         await buffer.until(lambda: len(buffer.submitted) == 12)
         assert buffer.asked[0].max_samples == 16 and buffer.asked[0].loaded_version == 1
-        assert buffer.asked[0].run_file_hash == run.hash and buffer.holds == [1]
+        assert buffer.asked[0].run_file_hash == run.hash
         for draw, submitted in buffer.submitted.items():
             if draw in (7, 8):
                 assert "no such room" in submitted.failure if draw == 7 else "the floor gave way" in submitted.failure
@@ -120,8 +120,38 @@ async def test_pinned_samples_come_wholly_from_their_version(tmp_path: Path, buf
         assert again.logprobs.tobytes() == first.logprobs.tobytes(), "a re-grant repeats the sample bit for bit"
 
 
-async def test_a_damaged_version_is_not_loaded(tmp_path: Path, buffer: ScriptedBuffer) -> None:
+async def test_slots_are_filled_in_lots(tmp_path: Path, buffer: ScriptedBuffer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease costs every service on the way a call, and the engine a pass: while samples are in flight, a worker asks for more
+    only once an eighth of its slots is free. What keeps it is time: a slot alone is filled a little later."""
+    monkeypatch.setattr("services.rollout.worker.GATHER_S", 30.0)
+    run = turns(tmp_path, rollout={"context": 2048, "max_new_tokens": 2000, "slots": 16}, buffer={"quota_bytes": 1 << 32})
+    await published(run, buffer, 1, 0)
+    await buffer.grant(*range(0, 45, 3))
+    async with service(run, buffer):
+        await buffer.until(lambda: buffer.asked)
+        assert buffer.asked[0].max_samples == 16
+        await buffer.until(lambda: len(buffer.submitted) >= 2)
+        assert all(asked.max_samples >= 2 for asked in buffer.asked[1:])
+
+
+async def test_a_version_that_takes_a_while_is_held(
+    tmp_path: Path, buffer: ScriptedBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that is slow: the buffer is asked to keep the version, once, while it is read."""
+    slow_store(monkeypatch, buffer)
+    run = turns(tmp_path)
+    await published(run, buffer, 1, 0)
+    await buffer.grant(0)
+    async with service(run, buffer):
+        await buffer.until(lambda: 0 in buffer.submitted)
+        assert buffer.holds == [1]
+
+
+async def test_a_damaged_version_is_not_loaded(
+    tmp_path: Path, buffer: ScriptedBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One flipped bit in a tensor: the old version serves on, and the next one is loaded."""
+    slow_store(monkeypatch, buffer)
     run = turns(tmp_path)
     await published(run, buffer, 1, 0)
     async with open_store(run.objects_url) as store:

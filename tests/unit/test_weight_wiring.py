@@ -8,13 +8,14 @@ import pytest
 
 from slipstream import config
 from slipstream.errors import ConfigError
-from tests.scripted_buffer import ScriptedBuffer, published, service, turns
+from tests.scripted_buffer import ScriptedBuffer, published, service, slow_store, turns
 
 
-async def test_a_worker_reads_versions_through_what_is_near(tmp_path: Path) -> None:
+async def test_a_worker_reads_versions_through_what_is_near(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both versions come from the store, once, and lie in the folder afterwards; the dead server was asked once and then left
     alone."""
     buffer = ScriptedBuffer()
+    slow_store(monkeypatch, buffer)
     run = turns(tmp_path, objects={"near": {"cache": str(tmp_path / "cache"), "server": "127.0.0.1:1"}})
     await published(run, buffer, 1, 0)
     async with service(run, buffer) as context:
