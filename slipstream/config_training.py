@@ -211,6 +211,9 @@ class Parallel(Section):
     )
     ranks_per_node: int = Field(default=0, ge=0, description="Ranks with fast links to each other; 0 = those of a machine.")
     canonical: bool = Field(default=False, description="Sum in one order, so that flat and hierarchical give the same bits.")
+    plan_routes: bool = Field(
+        default=False, description="With replayed routes: tell ranks once a step how many tokens each layer sends, not in each."
+    )
     collective_timeout_s: Seconds = Field(default=45, description="A rank that others wait for longer than this is dead.")
     step_timeout_s: Seconds = Field(
         default=1800, description="A step that takes longer is hung: every rank writes its stacks and ends, for a restart."
@@ -243,6 +246,8 @@ class Parallel(Section):
                 f"experts = {self.experts} is no multiple of ranks_per_node = {self.ranks_per_node}: take whole nodes")
         if self.exchange == "deep_ep" and self.experts == 1:
             raise ValueError("exchange = deep_ep with experts = 1: there is nothing to exchange; set experts")
+        if self.plan_routes and self.exchange not in ("auto", "hierarchical", "flat"):
+            raise ValueError(f"plan_routes beside exchange = {self.exchange}, which asks for no counts: set it to false")
         return self
 
 

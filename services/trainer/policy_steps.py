@@ -79,15 +79,9 @@ class PolicySteps:
         self.balance.begin(batches, self.forward)
         self.load.begin()
         try:
-            for batch in batches:
-                with self.load.counting(self._ranks.part(batch)), self.balance.watching():
-                    logprobs_M, entropy_M = self.forward(batch, bool(self._run.algorithm.entropy_coefficient))
-                self._routes.examine(batch, logprobs_M, lambda b=batch: self.forward(replace(b, routes=None))[0], first)
-                inputs = _loss_inputs(batch, logprobs_M, entropy_M)
-                share, routers = self._objective.loss(inputs), self.balance.part(self._ranks.part(batch))
-                with self._routes.recomputing(self._ranks.part(batch)):
-                    ((share + routers) * self._ranks.scale).backward()
-                seen.saw(batch, inputs, self._objective.anchor(inputs), share.item())
+            for number, batch in enumerate(batches):
+                with self._ranks.foreseen(number):
+                    self._pass(batch, seen, first)
         except InvalidInput:
             self._optimizer.zero_grad(set_to_none=True)
             raise
@@ -97,6 +91,17 @@ class PolicySteps:
         seen.grad_norm = self._ranks.clipped_step(
             self._optimizer, self._model, self._run.trainer.max_grad_norm, what, seen.loss)
         return seen
+
+    def _pass(self, batch: Microbatch, seen: figures.MiniStep, first: bool) -> None:
+        """Forward and backward of one micro-batch of a step."""
+        with self.load.counting(self._ranks.part(batch)), self.balance.watching():
+            logprobs_M, entropy_M = self.forward(batch, bool(self._run.algorithm.entropy_coefficient))
+        self._routes.examine(batch, logprobs_M, lambda: self.forward(replace(batch, routes=None))[0], first)
+        inputs = _loss_inputs(batch, logprobs_M, entropy_M)
+        share, routers = self._objective.loss(inputs), self.balance.part(self._ranks.part(batch))
+        with self._routes.recomputing(self._ranks.part(batch)):
+            ((share + routers) * self._ranks.scale).backward()
+        seen.saw(batch, inputs, self._objective.anchor(inputs), share.item())
 
     def metrics(self, applied: Sequence[figures.MiniStep]) -> figures.Metrics:
         """Routes, expert load and the routers' losses of the batch, of which `applied` are the steps."""

@@ -134,6 +134,15 @@ class Alone:
         """Of this rank's rows, as many as every other rank has; those that fill up train no token."""
         return microbatches(rows, tokens, self.packs)
 
+    def foresee(self, layers: Sequence[Any], batches: Sequence[Microbatch]) -> None:
+        """Before a step on `batches`, whose routes will be replayed in the experts `layers`: plan its exchanges, if the run
+        file says so. Without batches nothing is known of what comes.
+        """
+
+    def foreseen(self, number: int | None) -> contextlib.AbstractContextManager[None]:
+        """Passes of micro-batch `number` of the step, with its routes, belong inside; None: passes of anything else."""
+        return contextlib.nullcontext()
+
     def part(self, batch: Microbatch) -> Microbatch:
         """What of a micro-batch this rank's layers see: with context parallelism a piece of each row."""
         return batch

@@ -36,6 +36,7 @@ from services.trainer.ranks import Alone
 from services.trainer.routes import RouteReplay
 from slipstream import config, logs
 from slipstream.errors import ConfigError, InvalidInput
+from slipstream.model import experts_of
 
 FEW = 32  # trained tokens; fewer say nothing
 MANY_FLIPS = 0.25  # share of flipped routes that is looked into at once
@@ -104,7 +105,8 @@ class RoutePolicy:
     def recorded(
         self, batch: Microbatch, score: Callable[[Microbatch], tuple[torch.Tensor, torch.Tensor]],
     ) -> tuple[torch.Tensor, list[np.ndarray]]:
-        """Log-probabilities of `batch` with the routes that the model chooses for itself, [M], and these, [T, L, K] a segment."""
+        """Log-probabilities of `batch`, [M], with the routes that the model chooses for itself, and these, [T, L, K] a segment.
+        """
         assert self._replay is not None
         with self._replay.recording() as layers:
             logprobs_M, _ = score(batch)
@@ -130,6 +132,8 @@ class RoutePolicy:
             for batch in batches:
                 if batch.routes is not None and self._replay is not None:
                     self._replay.check(batch.routes)
+        chosen = self._replay is not None and self._replay.chosen and self._carried
+        self._ranks.foresee(experts_of(self._model), batches if chosen else [])
 
     @contextlib.contextmanager
     def replaying(self, batch: Microbatch) -> Iterator[None]:
@@ -181,9 +185,10 @@ class RoutePolicy:
         fresh = self._ranks.total(float(batch.fresh.sum())) >= FEW
         chosen_M = batch.fresh if fresh else np.ones(len(batch.fresh), bool)
         tokens = self._ranks.total(float(chosen_M.sum()))
-        with torch.no_grad():
+        with torch.no_grad(), self._ranks.foreseen(None):
+            live_M = without()
             gaps = (
-                np.abs(found.detach().float().cpu().numpy() - batch.behaviour)[chosen_M] for found in (logprobs_M, without()))
+                np.abs(found.detach().float().cpu().numpy() - batch.behaviour)[chosen_M] for found in (logprobs_M, live_M))
             gap, live = (self._ranks.total(float(gap_M.sum())) / tokens for gap_M in gaps)
         self._gaps, self._checked_once = (gap, live), True
         if gap > FACTOR * live + FLOOR:

@@ -83,6 +83,7 @@ class RouteReplay:
             seams, chosen = _find(model, self._experts, self._refusal)
             self._seams = seams
             self.layers, self.top_k, self.experts = len(seams), seams[0].top_k, min(s.experts for s in seams)
+            self.chosen = all(seam.module is not None for seam in seams)  # and none by a table, which is not replayed
             if any(seam.top_k != self.top_k for seam in seams):
                 raise self._refusal("takes another number of experts in some layers")
             for layer, seam in enumerate(seams):

@@ -114,15 +114,17 @@ def placed_on_nodes(
                 limit = load.max()  # of an expert that alone is too much
                 continue
             allowed &= after <= max(limit, after[allowed].min())
-        saved = np.where(allowed, _saved(here_P_E, away_P_N, node_E), -np.inf)
+        saved = np.where(allowed, saved_by_exchange(here_P_E, away_P_N, node_E), -np.inf)
         i, j = np.unravel_index(saved.argmax(), saved.shape)
         if saved[i, j] <= 0 and not down:
             return node_E
         node_E[i], node_E[j] = node_E[j], node_E[i]
 
 
-def _saved(here_P_E: np.ndarray, away_P_N: np.ndarray, node_E: np.ndarray) -> np.ndarray:
-    """Copies that an exchange of two experts of different nodes saves: [E, E]."""
+def saved_by_exchange(here_P_E: np.ndarray, away_P_N: np.ndarray, node_E: np.ndarray) -> np.ndarray:
+    """Copies that each exchange of two experts of different nodes saves: [E, E]. `here_P_E`: 1 where a token has an expert,
+    `away_P_N`: whether a node is not the token's own.
+    """
     count_P_N = here_P_E @ np.eye(away_P_N.shape[1], dtype=np.float32)[node_E]
     alone_P_E = here_P_E * ((count_P_N == 1) & away_P_N)[:, node_E]  # its leaving saves a copy ...
     both = alone_P_E.T @ here_P_E  # ... unless the other one, which comes, is of the same token

@@ -200,6 +200,15 @@ class World(Alone):
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         return batches + [idle()] * (int(most) - len(batches))
 
+    def foresee(self, layers: Sequence[Any], batches: Sequence[Microbatch]) -> None:
+        policy = self._exchanges[0]
+        policy.known.forget()
+        if batches and self._settings.plan_routes and policy.foresee:
+            policy.known.foresee(layers, [self.part(batch) for batch in batches], mesh.width(self._settings))
+
+    def foreseen(self, number: int | None) -> contextlib.AbstractContextManager[None]:
+        return self._exchanges[0].known.during(number)
+
     def part(self, batch: Microbatch) -> Microbatch:
         return self.context.part(batch).batch
 
