@@ -11,6 +11,7 @@ back nobody. A failing scorer is a score with a reason. When the process dies it
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Sequence
 from contextlib import nullcontext
 
@@ -40,7 +41,9 @@ class ScoringWorker:
     def __init__(self, context: ServiceContext, scorers: Scorers) -> None:
         self._context, self._scorers = context, scorers
         self._buffer = ScoreServiceStub(context.channel)
-        self._metrics = RewardMetrics(context.registry)
+        metrics = RewardMetrics(context.registry)  # looking a label up takes as long as to judge an exact match
+        self._scored_well, self._scored_badly = metrics.scores.labels("scored"), metrics.scores.labels("failed")
+        self._seconds = functools.cache(metrics.score_seconds.labels)
         self._batch = context.run.reward.batch
         self._ttl_s = context.run.reward.lease_s
         self._in_hand: set[Key] = set()  # leased and not yet submitted
@@ -79,24 +82,25 @@ class ScoringWorker:
                 self._buffer.LeaseUnscored, request, POLL_S + CALL_S, context.waits, "samples to score", context.clock)
             self._ttl_s = rpc.seconds(response.ttl) or self._ttl_s
             if response.samples:
-                self._scoring.update((_key(s.lease), s.lease) for s in response.samples)
-                self._in_hand.update(_key(s.lease) for s in response.samples)
-                self._spans.begin((s.lease for s in response.samples), worker=context.arguments.instance)
+                leases = [s.lease for s in response.samples]
+                keys = [_key(lease) for lease in leases]
+                self._scoring.update(zip(keys, leases, strict=True))
+                self._in_hand.update(keys)
+                self._spans.begin(leases, worker=context.arguments.instance)
                 self._note()
-                context.lifecycle.spawn(f"score lot {(lots := lots + 1)}", self._score(response.samples), endless=False)
+                transcripts = [_transcript(s) for s in response.samples]
+                context.lifecycle.spawn(f"score lot {(lots := lots + 1)}", self._score(keys, transcripts), endless=False)
 
-    async def _score(self, samples: Sequence[pb.UnscoredSample]) -> None:
+    async def _score(self, keys: Sequence[Key], transcripts: Sequence[Transcript]) -> None:
         """Score one lot. Every sample ends in `_finished`, whatever its transcript is."""
-        transcripts = [_transcript(s) for s in samples]
 
         def done(i: int, score: Score, seconds: float) -> None:
-            lease = samples[i].lease
             self._scored += 1
-            self._metrics.scores.labels("failed" if score.failure else "scored").inc()
+            (self._scored_badly if score.failure else self._scored_well).inc()
             if seconds:
-                self._metrics.score_seconds.labels(transcripts[i].scorer).observe(seconds)
-            self._spans.end(key := _key(lease), "failed" if score.failure else "scored", scorer=transcripts[i].scorer)
-            if self._scoring.pop(key, None):
+                self._seconds(transcripts[i].scorer).observe(seconds)
+            self._spans.end(key := keys[i], "failed" if score.failure else "scored", scorer=transcripts[i].scorer)
+            if lease := self._scoring.pop(key, None):
                 self._finished.append((key, pb.ScoredSample(lease=lease, score=score)))
                 self._news.set()
 
