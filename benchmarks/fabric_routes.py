@@ -1,6 +1,6 @@
 """Do routes that are known before a step save bytes between nodes? A study on routes of a trained model; nothing is sent.
 
-    python -m benchmarks.fabric_routes [--experts 32] [--top-k 4] [--steps 300] [--routes FILE.npz] [--json FILE]
+    python -m benchmarks.fabric_routes [--experts 64] [--top-k 8] [--steps 220] [--routes FILE.npz] [--json FILE]
 
 Copies of tokens that cross between nodes, all layers counted, against the static `hierarchical` exchange (rows by cost, experts
 in blocks), at 2 and 4 nodes of 2 ranks:
@@ -11,7 +11,9 @@ in blocks), at 2 and 4 nodes of 2 ranks:
     copies alone both, however busy the ranks get
 
 each for the batch that is planned, and with experts placed by that batch for another one ("next", as with a model that was
-relabelled before a run: services/trainer/parallel/placement.py). The bound is a row on its best node, whatever the balance.
+relabelled before a run: services/trainer/parallel/placement.py). Batches are mixed, of one kind of text, and a control whose
+routes are drawn by chance. The bound is a row on its best node, whatever the balance.
+
 What moving experts while a run goes on would cost is said in steps: bytes of the experts that change nodes, with their moments,
 over the bytes that a step saves, for a model of the size of Qwen3-30B-A3B and a million tokens a step.
 """
@@ -33,7 +35,7 @@ from services.trainer.parallel.partition import cost, partition
 
 WIDTH = 2
 ROUNDS = 6
-TOLERANCE, NONE = 0.08, 100.0  # of the load of a node, over the mean
+TOLERANCE, NONE = 0.08, 100.0  # of the load of a node, over the mean; the former is that of placement.py
 # Of Qwen3-30B-A3B in bfloat16: an expert with float32 master and moments; a row out, or back, in one direction.
 EXPERT_BYTES, ROW_BYTES = 3 * 2048 * 768 * (2 + 12), 2048 * 2
 BIG_LAYERS, BIG_EXPERTS = 48, 48 * 128
@@ -165,7 +167,9 @@ def pays_after(found: Outcome, static: Outcome, pairs: int, places: int) -> floa
 
 def studied(given: np.ndarray, kinds: np.ndarray, experts: int) -> Iterator[tuple[str, int, str, Outcome, float, float]]:
     """(batch, nodes, arm, outcome, static copies over its own, steps after which moving pays), every arm of every case."""
-    cases = {"mixed": given, **{f"kind {kind}": given[kinds == kind] for kind in np.unique(kinds)[:2]}}
+    random = np.random.default_rng(0)
+    chance = random.random((*given.shape[:3], experts)).argpartition(given.shape[3], -1)[..., : given.shape[3]]
+    cases = {"mixed": given, **{f"kind {kind}": given[kinds == kind] for kind in np.unique(kinds)[:2]}, "chance": chance}
     for name, routes in cases.items():
         now, then = batch(routes[::2], 0), batch(routes[1::2], 1)
         for nodes in (2, 4):
@@ -190,7 +194,7 @@ def static_of(given: Batch, nodes: int, experts: int) -> Outcome:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fabric_routes", description="What routes known before save.")
-    for name, default in dict(experts=32, top_k=4, layers=4, steps=300, rows=256).items():
+    for name, default in dict(experts=64, top_k=8, layers=4, steps=220, rows=256).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     parser.add_argument("--routes", type=Path, help="read recorded routes, or write them when there are none")
     parser.add_argument("--json", default="")
@@ -216,8 +220,8 @@ def main() -> int:
     figures: dict[str, Any] = {
         "experts": int(found["experts"]), "top_k": int(found["routes"].shape[-1]), "loss": float(found["losses"][1])}
     for name, nodes, arm, one, ratio, _ in rows:
-        if name == "mixed":
-            key = f"{arm.replace(', ', '_').replace(' ', '_')}_{nodes}_nodes"
+        if name in ("mixed", "chance"):
+            key = f"{arm.replace(', ', '_').replace(' ', '_')}_{nodes}_nodes" + "_chance" * (name == "chance")
             figures |= {f"bytes_static_over_{key}": ratio, f"max_over_mean_load_{key}": one.load}
     columns = (
         "batch", "nodes", "arm", "static / arm", "load max / mean", "worst layer", "experts moved", "rank cost", "pays after")

@@ -86,8 +86,8 @@ def test_experts_go_where_fewer_copies_cross(given) -> None:
             assert saved[i, j] == by_hand(one, node_E[None], node_R) - by_hand(one, other[None], node_R)
         load_E = plans.load_of(ids, experts)
         before, after = (np.bincount(n, load_E, nodes) for n in (node_E, found))
-        assert after.max() <= max(before.max(), 1.05 * before.mean()) + 1e-9
-        if before.max() <= 1.05 * before.mean():
+        assert after.max() <= max(before.max(), 1.08 * before.mean()) + 1e-9
+        if before.max() <= 1.08 * before.mean():
             assert by_hand(one, found[None], node_R) <= by_hand(one, node_E[None], node_R)
 
 

@@ -90,7 +90,7 @@ def by_topic(shares_R_F: np.ndarray, costs: Sequence[int], ranks: int, width: in
 
 
 def placed_on_nodes(
-    ids_P_K: np.ndarray, home_P: np.ndarray, node_E: np.ndarray, nodes: int, tolerance: float = 0.05,
+    ids_P_K: np.ndarray, home_P: np.ndarray, node_E: np.ndarray, nodes: int, tolerance: float = 0.08,
 ) -> np.ndarray:
     """Nodes of one layer's experts so that few copies cross, from `node_E` on: int64 [E], as many experts on each as before.
 
