@@ -2,7 +2,7 @@
 
     device = StandIn()
     learner.ranks.accelerator = device
-    device.adopt(learner.model)             # what was there before
+    device.adopt(learner.model)             # what was made before anybody watched
     with device.watching():
         learner.step(...)
         learner.leave_device()

@@ -176,3 +176,15 @@ async def test_a_version_that_scores_its_probes_otherwise_is_taken_back(world: W
         answer = await future
         assert answer.spans == (Span(1, 0, 1, 100),) and world.gaps(request.prompt, answer).max() <= TOLERANCE
     assert world.engine.version.number == 1
+
+
+async def test_sleep_is_asked_for_by_vllms_own_names() -> None:
+    """What services/rollout/vllm_process.py and vllm_arguments.py say on a GPU, where a CPU would not complain."""
+    import inspect
+
+    from vllm import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
+    from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
+
+    inspect.signature(AsyncLLM.sleep).bind(None, level=1, mode="keep")
+    inspect.signature(AsyncLLM.wake_up).bind(None)
+    inspect.signature(AsyncEngineArgs).bind(model="m", enable_sleep_mode=True)

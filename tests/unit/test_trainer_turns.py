@@ -33,7 +33,7 @@ async def test_it_has_the_devices_to_start_and_to_train_and_never_beside_a_worke
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Four steps against a buffer whose batches take a while: torch works in the trainer's turns only, it leaves the device at
-    the end of each, and a worker has its turn between two steps."""
+    the end of each, and a worker has its turn between two steps. The same when it is started again with nothing to train."""
     (tmp_path / "run").mkdir()
     buffer, run, seen = FakeBuffer(), run_file(str(tmp_path / "run"), run={"placement": "shared"}), []
     worker = party(tmp_path / "run")
@@ -55,7 +55,11 @@ async def test_it_has_the_devices_to_start_and_to_train_and_never_beside_a_worke
     working = asyncio.create_task(work(worker, seen))
     async with asyncio.timeout(60), rpc.Server("127.0.0.1", 0, buffer.registrations) as server:
         assert await Start(run, server.address).code == 0
+        once, seen[:] = seen[:], []
+        assert await Start(run, server.address).code == 0
     working.cancel()
+    assert seen.index("leave_device") < seen.index("enter_device") < seen.index("save_pretrained")  # a finished run again
+    seen = once
     turn = ["given", "enter_device", "step", "weights"]
     start = seen.index("leave_device")
     assert "step" not in seen[:start]

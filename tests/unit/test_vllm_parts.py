@@ -53,6 +53,15 @@ def test_on_a_gpu_the_engine_decides_what_nobody_set(tmp_path: Path) -> None:
     assert arguments(tmp_path, cpu=False, engine_args={"gpu_memory_utilization": 0.8})["gpu_memory_utilization"] == 0.8
 
 
+def test_an_engine_that_shares_its_devices_can_sleep(tmp_path: Path) -> None:
+    """On a GPU memory comes from the allocator that can give it back; a CPU refuses that. Not yet run on a GPU."""
+    run = run_file(tmp_path, run={"placement": "shared"}, rollout={"engine": "vllm"})
+    gpu, cpu = (vllm_arguments.engine_arguments(run, "/model", SHAPE, "module.Class", on_cpu) for on_cpu in (False, True))
+    assert gpu["enable_sleep_mode"] is True and "enable_sleep_mode" not in cpu | arguments(tmp_path, cpu=False)
+    with pytest.raises(ConfigError, match=r"enable_sleep_mode is decided elsewhere: set run\.placement"):
+        arguments(tmp_path, cpu=False, engine_args={"enable_sleep_mode": True})
+
+
 def test_expert_parallel_engines_exchange_tokens_by_name(tmp_path: Path) -> None:
     """Sixteen devices on two nodes through DeepEP: the engine's arguments, and what the fabric asks of the environment."""
     vllm = {"data_parallel": 16, "data_parallel_local": 8, "expert_parallel": True, "all2all": "deepep_v2", "fabric": "efa-gda"}
