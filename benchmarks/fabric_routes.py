@@ -192,30 +192,36 @@ def static_of(given: Batch, nodes: int, experts: int) -> Outcome:
     return outcome(given, blocks, partition(given.costs, ranks), experts, ranks)
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.fabric_routes", description="What routes known before save.")
+def parser(name: str, description: str) -> argparse.ArgumentParser:
+    """With what `routes_of` needs."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
     for name, default in dict(experts=64, top_k=8, layers=4, steps=220, rows=256).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     parser.add_argument("--routes", type=Path, help="read recorded routes, or write them when there are none")
     parser.add_argument("--json", default="")
-    return parser.parse_args()
+    return parser
+
+
+def routes_of(given: argparse.Namespace) -> dict[str, Any]:
+    """routes, kinds, experts and losses: read, or recorded from a model that is trained for it."""
+    if given.routes and given.routes.is_file():
+        with np.load(given.routes) as file:
+            return dict(file)
+    from benchmarks.routed_text import Sizes, recorded
+
+    one = recorded(Sizes(given.experts, given.top_k, given.layers, steps=given.steps), given.rows)
+    found: dict[str, Any] = {
+        "routes": one.routes, "kinds": one.kinds, "experts": np.array(given.experts), "losses": np.array(one.losses)}
+    print(f"trained {given.steps} steps in {one.seconds:.0f} s: {one.losses[0]:.2f} -> {one.losses[1]:.2f} nats a token")
+    if given.routes:
+        np.savez_compressed(given.routes, **found)
+    return found
 
 
 def main() -> int:
     """Train or read, study, report."""
-    given = arguments()
-    if given.routes and given.routes.is_file():
-        with np.load(given.routes) as file:
-            found: dict[str, Any] = dict(file)
-    else:
-        from benchmarks.routed_text import Sizes, recorded
-
-        sizes = Sizes(given.experts, given.top_k, given.layers, steps=given.steps)
-        one = recorded(sizes, given.rows)
-        found = {"routes": one.routes, "kinds": one.kinds, "experts": np.array(given.experts), "losses": np.array(one.losses)}
-        print(f"trained {given.steps} steps in {one.seconds:.0f} s: {one.losses[0]:.2f} -> {one.losses[1]:.2f} nats a token")
-        if given.routes:
-            np.savez_compressed(given.routes, **found)
+    given = parser("fabric_routes", "What routes known before a step could save.").parse_args()
+    found = routes_of(given)
     rows = list(studied(found["routes"], found["kinds"], int(found["experts"])))
     figures: dict[str, Any] = {
         "experts": int(found["experts"]), "top_k": int(found["routes"].shape[-1]), "loss": float(found["losses"][1])}
