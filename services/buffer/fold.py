@@ -22,7 +22,7 @@ class Fold(Generic[T, R]):
 
     def __init__(
             self, apply: Callable[[list[T]], Awaitable[Sequence[R]]], size: Callable[[T], int],
-            most_bytes: int = 2 << 20) -> None:
+            most_bytes: int = 1 << 20) -> None:
         self._apply, self._size, self._most_bytes = apply, size, most_bytes
         self._waiting: deque[tuple[Sequence[T], int, asyncio.Future[Sequence[R]]]] = deque()
         self._waiting_bytes = 0

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 
 from services.buffer import rows, transitions
 from services.buffer.batch_log import BatchLog, build
-from services.buffer.boundary import checked_sample, checked_score
+from services.buffer.boundary import _plain, _plain_large, checked_sample, checked_score
 from services.buffer.changes import Changes
 from services.buffer.cursor import TaskCursor, permute
 from services.buffer.fold import Fold
@@ -237,8 +237,9 @@ def wire(logprobs: list[float], more: int = 0, **fields: Any) -> samples_pb2.Sub
         (sample.Span(4, 2, 1, len(values)),))
     body = sample.encode(sample.Sample([segment]))
     told: dict[str, Any] = {
-        "tokens": size, "generated_tokens": len(values), "oldest_step": 2, "newest_step": 2, "crc32c": sample.crc32c(body)}
-    return samples_pb2.SubmittedSample(body=body, **(told | fields))
+        "body": body, "tokens": size, "generated_tokens": len(values), "oldest_step": 2, "newest_step": 2,
+        "crc32c": sample.crc32c(body)}
+    return samples_pb2.SubmittedSample(**(told | fields))
 
 
 @pytest.mark.parametrize("more", [0, 300, 30_000])
@@ -256,6 +257,37 @@ def test_bad_samples_are_refused_with_a_reason(more: int) -> None:
             checked_sample(bad, bad.body)
         assert error.value.reason == reason
     assert checked_score(sample_pb2.Score()) != b""  # a score of 0 is a score
+
+
+def test_a_large_body_is_read_at_its_ends_as_a_parse_reads_it() -> None:
+    """Every byte that is not data changed, doubled or left out, and parts that come twice: never another answer, and never one
+    for what a parse refuses. What is written in another way than ours is left to the parse."""
+    whole = wire([-1.0, -2.0], 100).body
+    runs = whole.index(b"\x12", len(whole) // 2 - 40)
+    places = [*range(40), *range(runs - 4, runs + 30), *range(len(whole) - 30, len(whole))]
+    others = (b"", b"\x00", b"\x7f", b"\x80", b"\xff")
+    changed = [whole[:n] + new + whole[n + 1:] for n in places for new in (*others, 2 * whole[n:n + 1])]
+    body, short = sample_pb2.SampleBody.FromString(whole), sample_pb2.Segment()
+    short.tokens.CopyFrom(sample.tensor(np.arange(3, dtype=np.int32)))
+    merged = body.segments[0].SerializeToString() + short.SerializeToString()
+    later = b"\x0a" + bytes([len(merged) & 0x7F | 0x80, len(merged) >> 7]) + merged
+    assert _plain_large(whole) == _plain(whole) == (108, 102, [(2, 1)])
+    read = 0
+    for other in [*changed, 2 * whole, whole + b"\x0a\x00", later, whole + b"\x10\x02"]:
+        found = _plain_large(other)
+        assert found is None or found == _plain(other), other
+        read += found is not None
+    assert read >= 2  # one that a changed byte left as good as it was, one with something after its segment
+
+
+def test_turns_that_do_not_cover_the_answer_are_refused() -> None:
+    for more in (0, 30_000):
+        body = sample_pb2.SampleBody.FromString(wire([-1.0, -2.0], more).body)
+        body.segments[0].turns.add(turn=0, length=1 + more)
+        one = wire([-1.0, -2.0], more, body=body.SerializeToString(), crc32c=sample.crc32c(body.SerializeToString()))
+        with pytest.raises(InvalidInput) as error:
+            checked_sample(one, one.body)
+        assert error.value.reason == "TURNS"
 
 
 def test_large_bodies_are_cut_out_of_a_request() -> None:

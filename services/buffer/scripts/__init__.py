@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ _LARGE = 16 << 10
 _MULTI, _EXEC = b"*1\r\n$5\r\nMULTI\r\n", b"*1\r\n$4\r\nEXEC\r\n"
 ANSWER_S = 60.0  # a server that says nothing for so long is away
 Blob = bytes | memoryview
+SEND_BYTES = 2 << 20
 CONNECTIONS = 48  # twice that, with those kept here, is below the pool's limit of 100, which is an error and not a wait
 log = logging.getLogger("slipstream.buffer")
 
@@ -108,7 +110,9 @@ class Scripts:
             if connection.is_connected and not connection._reader.at_eof():
                 return connection
             await self._give_back(connection)  # the server has closed it
-        return await self.client.connection_pool.get_connection()
+        connection = await self.client.connection_pool.get_connection()
+        roomy(connection._writer.get_extra_info("socket"))
+        return connection
 
     async def _give_back(self, connection: Any) -> None:
         await connection.disconnect(nowait=True)
@@ -169,6 +173,14 @@ class Scripts:
             text = "\n".join(parts)
             self._texts[name] = text, hashlib.sha1(text.encode()).hexdigest()
         return self._texts[name]
+
+
+def roomy(connection: Any) -> None:
+    """Room for SEND_BYTES in a unix socket, as far as the system allows: else a frame of bodies goes in a dozen portions, with
+    a turn of both event loops for each. A TCP socket finds its own size, unless it is told one.
+    """
+    if connection.family == socket.AF_UNIX:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
 
 
 def _command(command: bytes, script: str, arguments: tuple[int, list[Blob]]) -> list[Blob]:
