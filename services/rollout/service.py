@@ -127,7 +127,7 @@ async def _watch_engine(
             metrics.preemptions.inc(max(0, load.preemptions - preempted))
             preempted = load.preemptions
             if context.run.rollout.adaptive_slots:
-                worker.bound(bound.look(load))
+                worker.bound(bound.look(load, worker.in_hand))
 
 
 def _response(piece: Generation) -> pb.GenerateResponse:

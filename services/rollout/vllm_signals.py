@@ -10,6 +10,8 @@ from typing import Any
 
 from services.rollout.concurrency import Load
 
+MEAN_STEPS = 64  # about a second of steps
+
 
 @dataclass(slots=True)
 class Signals:
@@ -23,10 +25,19 @@ class Signals:
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0  # of the prompt tokens, those that the prefix cache spared
     steps: int = 0
+    _mean_running: float = 0.0
+    _mean_share: float = 0.0
+
+    def step(self, running: int, waiting: int, cache_share: float) -> None:
+        """Take note of the scheduler after a step."""
+        self.running, self.waiting, self.cache_share = running, waiting, cache_share
+        self._mean_running += (running - self._mean_running) / MEAN_STEPS
+        self._mean_share += (cache_share - self._mean_share) / MEAN_STEPS
 
     def load(self, loads: int) -> Load:
         """What the bound on samples in hand looks at, after `loads` loads of weights."""
-        return Load(self.running, self.waiting, self.cache_share, self.preemptions, loads)
+        each = self._mean_share / self._mean_running if self._mean_running else 0.0
+        return Load(self.running, self.waiting, self.cache_share, self.preemptions, loads, each)
 
     def rest(self) -> None:
         """Nothing is in flight: vLLM says nothing of that."""
@@ -45,8 +56,8 @@ def logger(signals: Signals, observe: Callable[[float], None] | None) -> Any:
             self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
         ) -> None:
             if scheduler_stats is not None:
-                signals.running, signals.waiting = scheduler_stats.num_running_reqs, scheduler_stats.num_waiting_reqs
-                signals.cache_share = scheduler_stats.kv_cache_usage
+                signals.step(
+                    scheduler_stats.num_running_reqs, scheduler_stats.num_waiting_reqs, scheduler_stats.kv_cache_usage)
             if iteration_stats is not None:
                 signals.generated_tokens += iteration_stats.num_generation_tokens
                 signals.preemptions += iteration_stats.num_preempted_reqs

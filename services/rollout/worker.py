@@ -124,15 +124,15 @@ class RolloutWorker:
         long_lived()  # torch and transformers: walking them again and again was a third of this thread's time in the demo
         self._note()
         while True:
-            busy = self._in_hand >= self._slots
-            full = f"free slots: {self._in_hand} samples in flight"
+            busy = self.in_hand >= self._slots
+            full = f"free slots: {self.in_hand} samples in flight"
             with context.waits.on(full, patient=True) if busy else nullcontext():
                 await self._room.wait()
             await self._room_gathers()
             await self._spare_a_broken_environment()
             version = self._engine.version
             request = pb.LeaseSamplesRequest(
-                worker=context.arguments.instance, max_samples=max(1, self._slots - self._in_hand), wait=rpc.duration(POLL_S),
+                worker=context.arguments.instance, max_samples=max(1, self._slots - self.in_hand), wait=rpc.duration(POLL_S),
                 loaded_version=version.number if version else 0, run_file_hash=run_hash)
             response = await rpc.call_until(
                 self._buffer.LeaseSamples, request, POLL_S + CALL_S, context.waits, sentence, context.clock)
@@ -246,7 +246,7 @@ class RolloutWorker:
 
     async def _room_gathers(self) -> None:
         """The same for slots; see ROOM_SHARE."""
-        await self._gathered(self._room, lambda: (self._slots - self._in_hand) * ROOM_SHARE >= self._slots)
+        await self._gathered(self._room, lambda: (self._slots - self.in_hand) * ROOM_SHARE >= self._slots)
 
     async def _gathered(self, news: asyncio.Event, enough: Callable[[], bool]) -> None:
         """For at most GATHER_S, while something is in flight and there is not `enough`; `news` tells that there is more."""
@@ -356,16 +356,16 @@ class RolloutWorker:
             await asyncio.wait([self._intake])
 
     @property
-    def _in_hand(self) -> int:
+    def in_hand(self) -> int:
         """Samples that hold a slot, or wait for one."""
         return len(self._held) + len(self._player.running)
 
     def _note(self) -> None:
         """Set the events that follow from what is in hand."""
         states = (
-            (self._room, self._in_hand < self._slots),
+            (self._room, self.in_hand < self._slots),
             (self._idle, not self._player.running),
-            (self._quiet, not (self._in_hand or self._done or self._submitting)),
+            (self._quiet, not (self.in_hand or self._done or self._submitting)),
         )
         for event, state in states:
             event.set() if state else event.clear()
