@@ -265,15 +265,18 @@ def test_a_large_body_is_read_at_its_ends_as_a_parse_reads_it() -> None:
     whole = wire([-1.0, -2.0], 100).body
     runs = whole.index(b"\x12", len(whole) // 2 - 40)
     places = [*range(40), *range(runs - 4, runs + 30), *range(len(whole) - 30, len(whole))]
-    others = (b"", b"\x00", b"\x7f", b"\x80", b"\xff")
+    others = (b"", b"\x00", b"\x01", b"\x02", b"\x7f", b"\x80", b"\xff")
     changed = [whole[:n] + new + whole[n + 1:] for n in places for new in (*others, 2 * whole[n:n + 1])]
     body, short = sample_pb2.SampleBody.FromString(whole), sample_pb2.Segment()
     short.tokens.CopyFrom(sample.tensor(np.arange(3, dtype=np.int32)))
-    merged = body.segments[0].SerializeToString() + short.SerializeToString()
-    later = b"\x0a" + bytes([len(merged) & 0x7F | 0x80, len(merged) >> 7]) + merged
+    segment = body.segments[0].SerializeToString()
+    merged = segment + short.SerializeToString()
+    later, too_short = (
+        b"\x0a" + bytes([size & 0x7F | 0x80, size >> 7]) + data
+        for data, size in ((merged, len(merged)), (segment, len(segment) + 1)))
     assert _plain_large(whole) == _plain(whole) == (108, 102, [(2, 1)])
     read = 0
-    for other in [*changed, 2 * whole, whole + b"\x0a\x00", later, whole + b"\x10\x02"]:
+    for other in [*changed, 2 * whole, whole + b"\x0a\x00", later, too_short, whole + b"\x10\x02"]:
         found = _plain_large(other)
         assert found is None or found == _plain(other), other
         read += found is not None
