@@ -229,8 +229,10 @@ def main() -> int:
         if name in ("mixed", "chance"):
             key = f"{arm.replace(', ', '_').replace(' ', '_')}_{nodes}_nodes" + "_chance" * (name == "chance")
             figures |= {f"bytes_static_over_{key}": ratio, f"max_over_mean_load_{key}": one.load}
+            if key == "experts_next_4_nodes":  # what a relabelled model does
+                figures |= {"bytes_static_over_planned": ratio, "max_over_mean_load": one.load}
     columns = (
-        "batch", "nodes", "arm", "static / arm", "load max / mean", "worst layer", "experts moved", "rank cost", "pays after")
+        "batch", "nodes", "arm", "static / arm", "load", "worst", "moved", "rank cost", "pays after")
     publish("Copies of tokens between nodes, routes known before the step", columns, [
         (name, str(nodes), arm, f"{ratio:.3f}", f"{one.load:.3f}", f"{one.worst:.3f}", str(one.moved), f"{one.balance:.3f}",
          f"{steps:.1f} steps" if one.moved else "") for name, nodes, arm, one, ratio, steps in rows], figures, given.json)
