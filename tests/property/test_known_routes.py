@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from services.trainer.packing import Microbatch, microbatches
 from services.trainer.parallel.known_routes import UNKNOWN, Splits, counted, counts, known, real
 from services.trainer.ranks import idle
+from slipstream.errors import ConfigError
 from tests.property.routed_rows import row
+from tests.trainer_samples import run_file
 
 
 @st.composite
@@ -91,6 +93,13 @@ def test_slices_of_a_tensor_parallel_group_add_up(size: int) -> None:
     for i in range(size):
         expected = counted(pieces[i].numpy(), 8, 4, 2) if i < len(pieces) else 0
         assert (counts(made, 2, 8, 4, 2, (i, size)) == expected).all()
+
+
+def test_exchanges_that_ask_for_no_counts_are_refused() -> None:
+    """By the names of both settings."""
+    with pytest.raises(ConfigError, match="plan_routes beside exchange = all_gather"):
+        run_file(trainer={"parallel": {"ranks": 2, "experts": 2, "exchange": "all_gather", "plan_routes": True}})
+    run_file(trainer={"parallel": {"ranks": 2, "experts": 2, "exchange": "flat", "plan_routes": True}})
 
 
 def test_what_has_no_routes_is_exchanged_as_ever() -> None:
