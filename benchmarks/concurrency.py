@@ -1,6 +1,6 @@
 """How many samples a worker should hold: tuned by hand against `rollout.adaptive_slots`, on the engines themselves.
 
-    python -m benchmarks.concurrency --json FILE [--engines torch,vllm] [--slots 4,8,16,32,64,128] [--rounds 4]
+    python -m benchmarks.concurrency --json FILE [--engines torch,vllm] [--slots 4,8,16,32,64,128] [--rounds 3]
 
 The rollout service as in a run, in a process of its own with a real engine: its worker leases from a buffer that grants
 whatever is asked for, plays groups of eight on the demo's model, and hands in what it made. The model has a larger alphabet
@@ -125,7 +125,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", type=lambda text: text.split(","), default=["torch", "vllm"])
     parser.add_argument("--slots", type=lambda text: [int(n) for n in text.split(",")], default=[4, 8, 16, 32, 64, 128])
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=2.5)
     parser.add_argument("--vllm-python", default="", help="interpreter with vLLM; default: that of `make vllm-cpu-env`")
     parser.add_argument("--signals", default="", metavar="FILE", help="also write what the engines said of themselves")

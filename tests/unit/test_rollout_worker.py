@@ -72,6 +72,20 @@ async def test_an_engine_short_of_cache_is_given_less(
         assert context.registry.get_sample_value("slipstream_rollout_kv_cache_share") == 1.0
 
 
+async def test_samples_that_are_not_with_the_engine_are_in_hand_as_well(
+    tmp_path: Path, buffer: ScriptedBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same engine, but the worker also holds samples that wait for a version: fourteen for the seven that are asked for."""
+    preemptions, bounded, plain = itertools.count(10), asyncio.Event(), RolloutWorker.bound
+    monkeypatch.setattr(RolloutWorker, "bound", lambda self, slots: (plain(self, slots), slots == 7 and bounded.set()))
+    monkeypatch.setattr(TorchEngine, "load", property(lambda self: Load(4, 3, 1.0, next(preemptions), 0)))
+    run = turns(tmp_path)
+    await published(run, buffer, 1, 0)
+    await buffer.grant(*range(10, 24), min_step=1)
+    async with service(run, buffer):
+        await asyncio.wait_for(bounded.wait(), 20)
+
+
 async def test_seeds_decide_not_the_company(tmp_path: Path, buffer: ScriptedBuffer) -> None:
     """The same draw granted alone and among others gives the same tokens."""
     run = turns(tmp_path)
