@@ -32,6 +32,7 @@ def turns(run_file, instance):
 
 @pytest.mark.slow
 @pytest.mark.nightly
+@pytest.mark.timeout(240)
 def test_a_run_on_shared_devices_takes_turns_and_learns_the_same(tmp_path, model_dir):
     """Pinned, so that weights tell: those of the same run on split devices, bit for bit. The turns never overlap."""
     folder, found = model_dir(), {}
