@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from services.rollout import plain_body
 from services.rollout.codec import Codec
 from services.rollout.engine import Generation, Request
 from slipstream.environment import Action, Observation, Reset, Step
@@ -65,6 +66,7 @@ class Episode:
         self._conversations = {"": self._now}
         self._calls: list[tuple[int, int]] = []  # of each model call: segment and tokens
         self._told = False  # whether the segments say whose tokens they are: the runs of the mask do not
+        self._plain: tuple[np.ndarray, Generation] | None = None  # the first prompt and answer, when they came without routes
         self._resumed = 0  # tokens of this call that an earlier attempt generated
 
     @property
@@ -115,6 +117,8 @@ class Episode:
 
     def take(self, generation: Generation) -> list[int]:
         """Append what was generated to the open segment: all tokens of this turn's answer."""
+        if not self.segments:
+            return self._take_first(generation)
         at, segment = self._open()
         known, size, new = len(segment.loss_mask), len(self._now.prompt), len(generation.tokens)
         loss_mask = np.zeros(size + new, bool)
@@ -134,6 +138,30 @@ class Episode:
         self._resumed = 0
         self._now.prompt = segment.tokens
         return answer
+
+    def _take_first(self, generation: Generation) -> list[int]:
+        """The same for the first answer of an episode, as nearly all are: its prompt and itself are the first segment."""
+        prompt, new = self._now.prompt, len(generation.tokens)
+        loss_mask = np.zeros(len(prompt) + new, bool)
+        loss_mask[len(prompt) :] = True
+        tokens = np.concatenate([prompt, generation.tokens])
+        self.segments.append(Segment(tokens, loss_mask, generation.logprobs, generation.spans, generation.routes))
+        self._calls.append((0, new))
+        self._plain = (prompt, generation) if generation.routes is None else None
+        self.finish_reason = generation.finish_reason
+        self.generated_tokens += new
+        self._now.segment, self._now.prompt = 0, tokens
+        return generation.tokens.tolist()
+
+    def _body(self, sample: Sample) -> bytes:
+        """The sample as it travels."""
+        if self._plain is not None and len(self._calls) == 1:
+            prompt, generation = self._plain
+            body = plain_body.encode(
+                prompt, generation.tokens, generation.logprobs, generation.spans, sample.finish_reason)
+            if body is not None:
+                return body
+        return encode(sample)
 
     def said(self, answer: list[int], text: str) -> Action:
         """The action for the environment: the answer that `take` returned and its text."""
@@ -168,7 +196,7 @@ class Episode:
         sample = self.sample()
         if not self.generated_tokens:
             raise InvalidInput("no token was generated", "NO_GENERATED_TOKENS")
-        body = encode(sample)
+        body = self._body(sample)
         oldest, newest = sample.steps
         submitted = samples_pb2.SubmittedSample(
             lease=self.lease.lease, body=body, crc32c=checksum(body), tokens=sample.tokens,
