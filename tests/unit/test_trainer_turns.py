@@ -59,12 +59,12 @@ async def test_it_has_the_devices_to_start_and_to_train_and_never_beside_a_worke
         assert await Start(run, server.address).code == 0
     working.cancel()
     assert seen.index("leave_device") < seen.index("enter_device") < seen.index("save_pretrained")  # a finished run again
-    seen = once
+    seen = once[:-1] if once[-1] == "worker" else once  # it may, or may not, have had time for one more turn
     turn = ["given", "enter_device", "step", "weights"]
     start = seen.index("leave_device")
     assert "step" not in seen[:start]
-    assert seen[start:-2] == ["leave_device", "worker", *3 * [*turn, "leave_device", "worker"], *turn]
-    assert seen[-2:] == ["save_pretrained", "leave_device"] or seen[-3:] == ["save_pretrained", "leave_device", "worker"]
+    between = ["leave_device", "worker"]
+    assert seen[start:] == [*between, *3 * [*turn, *between], *turn, "save_pretrained", "leave_device"]
     log = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in log] == [1, 2, 3, 4]
 
