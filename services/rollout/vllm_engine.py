@@ -333,8 +333,7 @@ class VllmEngine:
             self._tell([(a, Unavailable(f"the engine failed: {error}", "ENGINE_FAILED")) for a in self._asked.values()])
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
+        self._tasks.add(task := asyncio.ensure_future(work))
         task.add_done_callback(self._tasks.discard)
 
     # versions
