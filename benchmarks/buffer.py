@@ -202,7 +202,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         if "codec" in parts:
             figures |= codec(arguments.rounds)
         if "scale" in parts:
-            figures |= await workers.measure(folder, workers.Fleet(seconds=arguments.seconds))
+            figures |= await workers.measure(workers.Fleet(seconds=arguments.seconds))
         if "soak" in parts:
             figures |= await soak.measure(folder, arguments.samples)
     return figures

@@ -5,7 +5,8 @@
 Each worker keeps an episode open for --episode-s, half as long to half as long again, hands in what has finished and leases as
 many again in the next call, and sends a heartbeat for all its leases every 15 s. A trainer numbers, reads, publishes and
 commits. No tokens are generated: bodies of --tokens tokens are prepared. The workers live in processes of their own, whose CPU
-is not counted. `lease_p99_ms` is the time of LeaseSamples calls as a client sees it, after the ramp; `cpu_s_per_mtok` is the
+is not counted. Redis writes to the disk of temporary files. The object store is in memory, as on a cluster it is S3; with
+--objects disk it shares the disk of Redis, and every batch that is written there holds up fsyncs. `lease_p99_ms` is the time of LeaseSamples calls as a client sees it, after the ramp; `cpu_s_per_mtok` is the
 CPU of the buffer and of Redis per million trained tokens.
 
 Nine hundred workers share one process, so their calls also wait for each other's turn in its event loop: `client_lag_p99_ms` is
@@ -53,6 +54,7 @@ class Fleet:
     tokens: int = 4000
     seconds: float = 60.0
     durability: str = "always"
+    objects: str = "memory" if Path("/dev/shm").is_dir() else "disk"
 
 
 class Worker:
@@ -144,10 +146,17 @@ async def train(buffer: ServedBuffer, tell: Any, state: dict[str, int]) -> None:
         state["batch"] = batch
 
 
-async def measure(folder: Path, fleet: Fleet) -> dict[str, Any]:
+async def measure(fleet: Fleet) -> dict[str, Any]:
     """Start everything, let it ramp, measure, stop."""
+    memory = "/dev/shm" if fleet.objects == "memory" else None
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir=memory) as objects:
+        return await _measure(Path(folder), Path(objects), fleet)
+
+
+async def _measure(folder: Path, objects: Path, fleet: Fleet) -> dict[str, Any]:
     lag = -(-fleet.workers * fleet.episodes // (GROUPS * GROUP_SIZE)) + 1
     run = run_of(GROUPS, GROUP_SIZE, lag, fleet.durability, tokens=fleet.tokens)
+    run = run.model_copy(update={"objects": run.objects.model_copy(update={"url": f"file://{objects}"})})
     state = {"samples": 0, "batch": 0}
     async with served(folder / "scale", run) as buffer:
         await buffer.client.begin()
@@ -204,11 +213,6 @@ def _arguments(fleet: Fleet) -> list[str]:
     return [part for name, value in asdict(fleet).items() for part in (f"--{name.replace('_', '-')}", str(value))]
 
 
-async def _main(fleet: Fleet) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        return await measure(Path(folder), fleet)
-
-
 def main() -> None:
     """See the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -222,7 +226,7 @@ def main() -> None:
     if arguments.clients:
         os.nice(1)  # the buffer under test goes first
         return rpc.run(run_clients(arguments.clients, fleet, range(*arguments.numbers)))
-    figures = rpc.run(_main(fleet))
+    figures = rpc.run(measure(fleet))
     rows = [[name, f"{value:.3f}" if isinstance(value, float) else str(value)] for name, value in figures.items()]
     publish("a thousand workers", ["figure", "value"], rows, figures, arguments.json)
 

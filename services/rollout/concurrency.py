@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-FULL, ROOMY = 0.95, 0.85  # shares of the cache: the first is what we go for, with more requests wait; below the second is room
+FULL, ROOMY = 0.95, 0.85  # shares of the cache: from the first on waiting is pressure, below the second there is room
+AIM = 1.0  # the share we go for: so much that now and then one waits, which then follows at once on one that ends
 GROW, LEAP = 16, 4
 HELD = 4  # a worker that holds less than the bound but for this share is not held back by it: it asks for leases in lots
 SETTLE = 2  # looks after a load: it preempts everything, which says nothing about room
@@ -57,7 +58,7 @@ class Concurrency:
             return self.limit
         asked = load.running + load.waiting
         in_hand = max(in_hand, asked)
-        fits = FULL / max(load.each or load.cache_share / load.running, 1e-9)  # requests in the engine
+        fits = AIM / max(load.each or load.cache_share / load.running, 1e-9)  # requests in the engine
         if load.preemptions > before.preemptions or (load.waiting > 0 and load.cache_share >= FULL):
             done = in_hand <= self.limit  # with what was taken on before the last fall
             self.limit = max(self.least, min(self.limit - done, int(fits * in_hand / asked)))

@@ -97,13 +97,13 @@ FAULTS = (
     Fault(
         7, "a resume waits for rollouts before it publishes", "prime-rl#3004",
         "services/trainer/loop.py",
-        "await self._publish(await self._in_torch(self._weights))\n        await self._checkpoint()  #",
-        "await self._checkpoint()  #",
+        "await self._publish(await self._in_torch(self._weights))\n        await self._turns.give(self.learner)\n",
+        "await self._turns.give(self.learner)\n",
         "tests/unit/test_trainer_resume.py::test_a_resume_publishes_before_it_waits_for_a_batch", HANGS),
     Fault(
         8, "scored groups beyond the batch are dropped", "slime#2238",
-        f"{_SCRIPTS}/number_batch.lua", "for n = 1, per_batch do first[n] = chosen[n] end",
-        "for n, c in ipairs(chosen) do if n <= per_batch then first[n] = c else drop(c[1], 'surplus') end end",
+        f"{_SCRIPTS}/number_batch.lua", "for n = 1, per_batch do taken[n] = chosen[n] end",
+        "for n, c in ipairs(chosen) do if n <= per_batch then taken[n] = c else drop(c[1], 'surplus') end end",
         f"{_BATCHES}::test_batches_take_complete_groups_in_draw_order[valkey-9]", "ledger.number_batch(1, 2)).numbered",
         fast=True),
     Fault(
@@ -168,9 +168,9 @@ FAULTS = (
         "tests/unit/test_resume.py::test_lag_stays_bounded_over_a_recovery", "test_lag_stays_bounded_over_a_recovery"),
     Fault(
         17, "a swap cancels the requests in flight", "verl#7611, miles#2589",
-        "services/rollout/torch_engine.py", "            probes = item.probes\n",
-        "            ended = decoder.abort([r.id for r in decoder.rows.requests])\n"
-        "            self._loop.call_soon_threadsafe(self._deliver, self._pieces(decoder, ended))\n"
-        "            probes = item.probes\n",
+        "services/rollout/torch_engine.py", "                tensors, probes = item.tensors, item.probes\n",
+        "                ended = decoder.abort([r.id for r in decoder.rows.requests])\n"
+        "                self._loop.call_soon_threadsafe(self._deliver, self._pieces(decoder, ended))\n"
+        "                tensors, probes = item.tensors, item.probes\n",
         "tests/unit/test_engine_thread.py::test_a_swap_lands_between_steps_and_drops_nothing", "set(versions) == {1, 2}"),
 )
