@@ -6,8 +6,9 @@ Each worker keeps an episode open for --episode-s, half as long to half as long 
 many again in the next call, and sends a heartbeat for all its leases every 15 s. A trainer numbers, reads, publishes and
 commits. No tokens are generated: bodies of --tokens tokens are prepared. The workers live in processes of their own, whose CPU
 is not counted. Redis writes to the disk of temporary files. The object store is in memory, as on a cluster it is S3; with
---objects disk it shares the disk of Redis, and every batch that is written there holds up fsyncs. `lease_p99_ms` is the time of LeaseSamples calls as a client sees it, after the ramp; `cpu_s_per_mtok` is the
-CPU of the buffer and of Redis per million trained tokens.
+--objects disk it shares the disk of Redis, and every batch that is written there holds up fsyncs. `lease_p99_ms` is the time of
+LeaseSamples calls as a client sees it, after the ramp; `cpu_s_per_mtok` is the CPU of the buffer and of Redis per million
+trained tokens.
 
 Nine hundred workers share one process, so their calls also wait for each other's turn in its event loop: `client_lag_p99_ms` is
 by how much that loop is late. A hundred have another process, which is idle as a real worker is between two calls:

@@ -139,7 +139,7 @@ def test_what_was_taken_on_before_a_fall_takes_it_no_lower() -> None:
 
 
 def test_samples_at_environments_count() -> None:
-    """Half of what is in hand is with tools: forty requests fill the cache, so twice as many may be held, and a few that wait, and more again."""
+    """Half of what is in hand is with tools: forty requests fill the cache, so twice as many may be held, and a few more."""
     bound = Concurrency(256)
     bound.look(Load(40, 0, 0.95, 0, 0), 80)
     assert bound.look(Load(40, 20, 1.0, 5, 0, 0.95 / 40), 120) == 84
