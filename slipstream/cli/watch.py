@@ -20,7 +20,7 @@ from slipstream.cli.view import Snapshot, clock, draw, line, waits_line
 from slipstream.config import RunFile
 
 REFRESH_S = 0.4  # the screen
-ASK_EVERY_S = 1.0  # the processes
+ASK_EVERY_S, PLAIN_ASK_EVERY_S = 1.0, 3.0  # the processes: each answer takes CPU of theirs, and lines tell less of it
 PLAIN_EVERY_S = 0.5  # the files, when printing lines
 QUIET_S = 30.0  # after this long without a line, a line says what everybody waits for
 
@@ -34,16 +34,17 @@ class Watcher:
         self.done = asyncio.Event()
         self._services: list[ServiceStatus] = []
         self._asked = self._printed = 0.0
+        self._ask_every_s = ASK_EVERY_S
 
     async def snapshot(self, survey: Survey) -> Snapshot:
-        """The run as it is now; processes are asked at most every second."""
+        """The run as it is now; processes are asked now and then only."""
         self.metrics.poll()
         state = read_json(self.folder.state) or {}
         now = time.monotonic()
         if state.get("state") == "ended":  # the last frame keeps what the processes said last
             self._services = [dataclasses.replace(s, state=entry["state"], restarts=entry["restarts"], waiting_for="")
                               for s in self._services if (entry := state["processes"].get(s.instance)) is not None]
-        elif now - self._asked >= ASK_EVERY_S:
+        elif now - self._asked >= self._ask_every_s:
             self._asked = now
             self._services = await survey.ask_all()
         return Snapshot(
@@ -72,7 +73,7 @@ class Watcher:
                 await self._pause(REFRESH_S)
 
     async def _lines(self, survey: Survey) -> None:
-        shown_step, shown_event = -1, 0.0
+        shown_step, shown_event, self._ask_every_s = -1, 0.0, PLAIN_ASK_EVERY_S
         self._print(f"{clock(time.time())} run {self.run.run.name} in {self.folder.path}")
         while True:
             last = self.done.is_set()
