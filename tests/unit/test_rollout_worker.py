@@ -75,7 +75,7 @@ async def test_an_engine_short_of_cache_is_given_less(
 async def test_samples_that_are_not_with_the_engine_are_in_hand_as_well(
     tmp_path: Path, buffer: ScriptedBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same engine, but it also holds samples that wait for a version: fourteen for seven that are asked for, so eight may be."""
+    """The same engine, but it also holds samples that wait for a version: fourteen for seven, so eight may be."""
     preemptions, bounded, plain = itertools.count(10), asyncio.Event(), RolloutWorker.bound
     monkeypatch.setattr(RolloutWorker, "bound", lambda self, slots: (plain(self, slots), slots == 8 and bounded.set()))
     monkeypatch.setattr(TorchEngine, "load", property(lambda self: Load(4, 3, 1.0, next(preemptions), 0)))
