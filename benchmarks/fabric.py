@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing as mp
 import os
 import sys
 import time
@@ -29,7 +28,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from benchmarks.fabric_links import Links, emulated, enter, missing, sent_bytes
+from benchmarks.fabric_links import Links, enter, missing, on_ranks, sent_bytes
 from services.trainer.parallel import exchange as seam
 from services.trainer.parallel.baselines import AllGather, Copies
 from services.trainer.parallel.cost import Fabric, Layer, slow_bytes
@@ -234,21 +233,7 @@ def main() -> int:
         return 3
     links = Links(given.nodes, given.width, given.slow, given.fast, f"sf{os.getpid()}")
     sizes = Sizes(given.experts, given.top_k, given.hidden, given.tokens, given.layers, given.repetitions, given.compute)
-    context = mp.get_context("fork")
-    here, there = context.Pipe(duplex=False)
-    with emulated(links):
-        ranks = [context.Process(target=rank_main, args=(r, links, sizes, there), daemon=True)
-                 for r in range(links.nodes * links.width)]
-        try:
-            for process in ranks:
-                process.start()
-            there.close()
-            found = here.recv()
-            for process in ranks:
-                process.join(30)
-        finally:
-            for process in ranks:
-                process.kill()
+    found = on_ranks(links, rank_main, sizes)
     tracked = figures(found)
     print(shown(found, tracked, sizes, links))
     if given.json:

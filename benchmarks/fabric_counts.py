@@ -11,7 +11,6 @@ about a millisecond for a collective and no distance: figures are about this mac
 from __future__ import annotations
 
 import argparse
-import multiprocessing as mp
 import os
 import sys
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from torch import distributed as dist
 
 from benchmarks.fabric import Sizes as Layer
 from benchmarks.fabric import inputs, timed, trained
-from benchmarks.fabric_links import Links, emulated, enter, missing
+from benchmarks.fabric_links import Links, enter, missing, on_ranks
 from benchmarks.record import publish
 from services.trainer.parallel.flat import Flat
 from services.trainer.parallel.hierarchical import Hierarchical
@@ -120,21 +119,7 @@ def main() -> int:
         return 3
     links = Links(given.nodes, given.width, given.slow, given.fast, f"sc{os.getpid()}")
     sizes = Sizes(given.experts, given.top_k, given.hidden, given.layers, given.repetitions)
-    context = mp.get_context("fork")
-    here, there = context.Pipe(duplex=False)
-    with emulated(links):
-        ranks = [context.Process(target=rank_main, args=(r, links, sizes, given.tokens, there), daemon=True)
-                 for r in range(links.nodes * links.width)]
-        try:
-            for process in ranks:
-                process.start()
-            there.close()
-            found = here.recv()
-            for process in ranks:
-                process.join(30)
-        finally:
-            for process in ranks:
-                process.kill()
+    found = on_ranks(links, rank_main, sizes, given.tokens)
     figures: dict[str, Any] = {"links": asdict(links), "sizes": asdict(sizes)}
     rows = []
     for tokens, of_tokens in found.items():

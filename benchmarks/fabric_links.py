@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import multiprocessing as mp
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 BURST = 32 << 10
 CLONE_NEWNET = 0x40000000
@@ -63,6 +65,26 @@ def emulated(links: Links) -> Iterator[None]:
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+def on_ranks(links: Links, main: Callable[..., None], *arguments: Any) -> Any:
+    """Run main(rank, links, *arguments, pipe) as each rank of the emulated nodes; what one of them sends through the pipe."""
+    context = mp.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    with emulated(links):
+        ranks = [context.Process(target=main, args=(rank, links, *arguments, there), daemon=True)
+                 for rank in range(links.nodes * links.width)]
+        try:
+            for process in ranks:
+                process.start()
+            there.close()
+            found = here.recv()
+            for process in ranks:
+                process.join(30)
+        finally:
+            for process in ranks:
+                process.kill()
+    return found
 
 
 def enter(name: str) -> None:

@@ -9,7 +9,6 @@ trainer does. Bytes are those that the nodes' devices count, headers and all; ti
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import sys
 from dataclasses import asdict
@@ -22,7 +21,7 @@ from torch import distributed as dist
 
 from benchmarks import fabric_routes as study
 from benchmarks.fabric import exchanged, timed
-from benchmarks.fabric_links import Links, emulated, enter, missing, sent_bytes
+from benchmarks.fabric_links import Links, enter, missing, on_ranks, sent_bytes
 from benchmarks.record import publish
 from services.trainer.parallel import placement
 from services.trainer.parallel import route_plans as plans
@@ -99,23 +98,7 @@ def main() -> int:
     links = Links(given.nodes, given.width, given.slow, given.fast, f"sp{os.getpid()}")
     recorded = study.routes_of(given)
     routes, load = laid_out(recorded, links)
-    context = mp.get_context("fork")
-    here, there = context.Pipe(duplex=False)
-    with emulated(links):
-        ranks = [context.Process(
-            target=rank_main, daemon=True,
-            args=(r, links, routes, int(recorded["experts"]), given.hidden, given.repetitions, there))
-            for r in range(links.nodes * links.width)]
-        try:
-            for process in ranks:
-                process.start()
-            there.close()
-            found = here.recv()
-            for process in ranks:
-                process.join(30)
-        finally:
-            for process in ranks:
-                process.kill()
+    found = on_ranks(links, rank_main, routes, int(recorded["experts"]), given.hidden, given.repetitions)
     figures = {
         "bytes_static_over_planned": found["blocks"][0] / found["placed"][0],
         "max_over_mean_load": load["placed"], "max_over_mean_load_static": load["blocks"],

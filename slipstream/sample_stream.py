@@ -41,12 +41,12 @@ def frames(worker: str, samples: Sequence[Handed]) -> Iterator[tuple[int, bytes]
     head = _field(_WORKER, worker.encode())
     parts, count, size = [*head], 0, 0
     for sample, body in samples:
-        fields, start = sample.SerializeToString(), _BODY + _varint(len(body))
+        fields, start = sample.SerializeToString(), _BODY + varint(len(body))
         whole = len(fields) + len(start) + len(body)
         if count and size + whole > FRAME_BYTES:
             yield count, b"".join(parts)
             parts, count, size = [*head], 0, 0
-        parts += _SAMPLES, _varint(whole), fields, start, body
+        parts += _SAMPLES, varint(whole), fields, start, body
         count += 1
         size += whole
     if count:
@@ -101,10 +101,11 @@ async def submit_until(
 
 
 def _field(tag: bytes, data: bytes) -> tuple[bytes, bytes, bytes]:
-    return tag, _varint(len(data)), data
+    return tag, varint(len(data)), data
 
 
-def _varint(value: int) -> bytes:
+def varint(value: int) -> bytes:
+    """A number of 0 or more as protobuf writes it."""
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)

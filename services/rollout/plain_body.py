@@ -14,8 +14,10 @@ import numpy as np
 
 from slipstream.protos.types.v1 import sample_pb2, tensor_pb2
 from slipstream.sample import Span
+from slipstream.sample_stream import varint
 
 _ITEM_BYTES = 4
+_varint = functools.lru_cache(4096)(varint)
 _TOKENS, _RUNS, _LOGPROBS, _VERSIONS = b"\x0a", b"\x12", b"\x1a", b"\x22"  # tags of Segment
 _SEGMENT = b"\x0a"  # of SampleBody
 _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
@@ -63,13 +65,3 @@ def _version(span: Span) -> bytes:
 @functools.lru_cache(16)
 def _finish(reason: int) -> bytes:
     return sample_pb2.SampleBody(finish_reason=reason).SerializeToString()  # pyright: ignore[reportArgumentType]
-
-
-@functools.lru_cache(4096)
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)

@@ -53,14 +53,19 @@ async def test_leases_become_samples(tmp_path: Path, buffer: ScriptedBuffer) -> 
         assert context.policy_version and context.policy_version.number == 1
 
 
+def short_of_cache(monkeypatch: pytest.MonkeyPatch, bound: int) -> asyncio.Event:
+    """Engines run four requests with a full cache, three wait, and each look finds preemptions; set once the bound is this."""
+    preemptions, bounded, plain = itertools.count(10), asyncio.Event(), RolloutWorker.bound
+    monkeypatch.setattr(RolloutWorker, "bound", lambda self, slots: (plain(self, slots), slots == bound and bounded.set()))
+    monkeypatch.setattr(TorchEngine, "load", property(lambda self: Load(4, 3, 1.0, next(preemptions), 0)))
+    return bounded
+
+
 async def test_an_engine_short_of_cache_is_given_less(
     tmp_path: Path, buffer: ScriptedBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Preempting with four requests running and a full cache: the worker asks for no more than four from then on."""
-    preemptions, bounded, plain = itertools.count(10), asyncio.Event(), RolloutWorker.bound
-    monkeypatch.setattr(RolloutWorker, "bound", lambda self, slots: (plain(self, slots), slots == 4 and bounded.set()))
-    monkeypatch.setattr(TorchEngine, "load", property(lambda self: Load(4, 3, 1.0, next(preemptions), 0)))
-    run = turns(tmp_path)
+    bounded, run = short_of_cache(monkeypatch, 4), turns(tmp_path)
     await published(run, buffer, 1, 0)
     async with service(run, buffer) as context:
         await buffer.until(lambda: buffer.asked)
@@ -76,10 +81,7 @@ async def test_samples_that_are_not_with_the_engine_are_in_hand_as_well(
     tmp_path: Path, buffer: ScriptedBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same engine, but it also holds samples that wait for a version: fourteen for seven, so eight may be."""
-    preemptions, bounded, plain = itertools.count(10), asyncio.Event(), RolloutWorker.bound
-    monkeypatch.setattr(RolloutWorker, "bound", lambda self, slots: (plain(self, slots), slots == 8 and bounded.set()))
-    monkeypatch.setattr(TorchEngine, "load", property(lambda self: Load(4, 3, 1.0, next(preemptions), 0)))
-    run = turns(tmp_path)
+    bounded, run = short_of_cache(monkeypatch, 8), turns(tmp_path)
     await published(run, buffer, 1, 0)
     await buffer.grant(*range(10, 24), min_step=1)
     async with service(run, buffer):
