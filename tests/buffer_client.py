@@ -80,9 +80,9 @@ class Client:
         assert not any(status.code for status in await self.submit_scores(scores))
         return len(scores)
 
-    async def batch(self, batch: int, wait_s: float = 5) -> batches_pb2.LeaseBatchResponse:
+    async def batch(self, batch: int, wait_s: float = 5, **fields: Any) -> batches_pb2.LeaseBatchResponse:
         return await rpc.call(self.batches.LeaseBatch, batches_pb2.LeaseBatchRequest(
-            incarnation=self.incarnation, batch=batch, wait=rpc.duration(wait_s)), 10)
+            incarnation=self.incarnation, batch=batch, wait=rpc.duration(wait_s), **fields), 10)
 
     def read_messages(self, batch: int, *members: sample_pb2.SampleId) -> AsyncIterator[batches_pb2.ReadBatchResponse]:
         """Bodies of a numbered batch as they come."""

@@ -25,6 +25,9 @@ class FakeBuffer(batches_pb2_grpc.BatchServiceServicer, policy_pb2_grpc.PolicySe
         self.checkpoint_now: Callable[[int], bool] = lambda batch: False
         self.checkpoints_told: list[tuple[int, int]] = []  # (ledger epoch, sequence) that a start resumes from
         self.damaged_reads = 0
+        self.reads: list[int] = []  # batches whose bodies were asked for
+        self.brings: Callable[[int, list[bytes]], list[bytes]] = lambda batch, bodies: []  # bodies that come with a batch
+        self.reserves_ahead = False  # a number for the next version with the announcement of the one before
         self.on_event: Callable[[tuple[Any, ...]], None] = lambda event: None
 
     @property
@@ -52,9 +55,12 @@ class FakeBuffer(batches_pb2_grpc.BatchServiceServicer, policy_pb2_grpc.PolicySe
         if missing := self.gate(request.batch):
             return batches_pb2.LeaseBatchResponse(waiting_for=missing, checkpoint_now=self.checkpoint_now(request.batch))
         self._note("lease", request.batch)
-        return batches_pb2.LeaseBatchResponse(batch=self._composition(request.batch))
+        bodies = [encode(m.sample) for g in self.groups(request.batch) for m in g.members]
+        brought = self.brings(request.batch, bodies) if request.bodies_up_to_bytes else []
+        return batches_pb2.LeaseBatchResponse(batch=self._composition(request.batch), bodies=brought)
 
     async def ReadBatch(self, request: batches_pb2.ReadBatchRequest, context: Any):
+        self.reads.append(request.batch)
         damaged, self.damaged_reads = self.damaged_reads > 0, self.damaged_reads - 1
         for group in self.groups(request.batch):
             reply = batches_pb2.ReadBatchResponse()
@@ -79,7 +85,10 @@ class FakeBuffer(batches_pb2_grpc.BatchServiceServicer, policy_pb2_grpc.PolicySe
     async def PublishVersion(self, request: policy_pb2.PublishVersionRequest, context: Any):
         self._fence(request.version.incarnation)
         self._note("publish", request.version.step, request.version)
-        return policy_pb2.PublishVersionResponse()
+        if not (self.reserves_ahead and request.next_step):
+            return policy_pb2.PublishVersionResponse()
+        self.number += 1
+        return policy_pb2.PublishVersionResponse(next_number=self.number)
 
     async def ListVersions(self, request: policy_pb2.ListVersionsRequest, context: Any):
         return policy_pb2.ListVersionsResponse()

@@ -120,6 +120,11 @@ class BatchLog:
         """A composition that this process has written or read lately."""
         return self._batches.get(batch)
 
+    def bodies(self, batch: int, most_bytes: int) -> Sequence[bytes]:
+        """All bodies of a batch in the order of its members, if they are in memory and no more than `most_bytes`; else none."""
+        kept = self._bodies.get(batch, ())
+        return kept if sum(map(len, kept)) <= most_bytes else ()
+
     async def header(self, batch: int, fresh: bool = False) -> batches_pb2.Batch:
         """The composition of a logged batch, from the store itself when `fresh`. Raises NotFound."""
         if batch in self._batches and not fresh:

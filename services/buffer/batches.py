@@ -65,6 +65,7 @@ class BatchServicer(batches_pb2_grpc.BatchServiceServicer):
         if numbering.numbered:
             front.waiting.pop("trainer", None)
             response.batch.CopyFrom(await shielded(self._logged(request.batch, numbering)))
+            response.bodies.extend(self._log.bodies(request.batch, request.bodies_up_to_bytes))
         return response
 
     async def _logged(self, batch: int, numbering: Numbering) -> batches_pb2.Batch:

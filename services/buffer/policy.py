@@ -33,10 +33,12 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         v = request.version
         require(bool(v.manifest_key), "version.manifest_key", v.manifest_key, "write the manifest first")
         version = Version(v.number, v.step, v.incarnation, v.manifest_key, v.manifest_crc32c)
-        deletable = await shielded(self._front.ledger.publish_version(version))
+        ledger = self._front.ledger
+        deletable = await shielded(ledger.publish_version(version))
         await self._front.refresh_versions(force=True)
         log.info("published", version=v.number, step=v.step)
-        return policy_pb2.PublishVersionResponse(deletable=[to_version(d) for d in deletable])
+        number = await shielded(ledger.reserve_version(v.incarnation, request.next_step)) if request.next_step else 0
+        return policy_pb2.PublishVersionResponse(deletable=[to_version(d) for d in deletable], next_number=number)
 
     async def WatchVersions(
             self, request: policy_pb2.WatchVersionsRequest, context: Any) -> AsyncIterator[policy_pb2.WatchVersionsResponse]:

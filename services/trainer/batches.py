@@ -1,7 +1,7 @@
 """Hop 4: from the buffer's numbered batch to groups of decoded samples.
 
-Consumes: BatchService.LeaseBatch (long poll) and ReadBatch (stream). Produces: TrainingBatch, in memory, every body checked
-against two checksums: the one beside it and the one in the batch's durable composition.
+Consumes: BatchService.LeaseBatch (long poll), which brings few bodies along, and ReadBatch (stream). Produces: TrainingBatch,
+in memory, every body checked against the checksum in the batch's durable composition; of a stream also the one beside it.
 Waits for: the batch to be complete. Unblocked by: rollout and reward workers handing in its last samples; by this trainer
 publishing (a batch may need the newest version) or committing (`checkpoint_now`).
 """
@@ -34,6 +34,7 @@ PAUSE_S = 0.05
 READ_TIMEOUT_S = 120.0
 # Bodies that disagree with the composition are read again this often before the trainer gives up.
 READ_TRIES = 3
+INLINE_BYTES = 1 << 20  # bodies of a batch that may come with its composition: no more than one message of ReadBatch has
 FETCHES = 16  # objects read at a time
 
 Key = tuple[int, int, int]
@@ -65,17 +66,18 @@ class BatchReader:
 
     async def next(self, number: int, incarnation: int) -> TrainingBatch | None:
         """Batch `number`, or None when the run has no more. Raises Fenced, OutOfRange, InvalidInput."""
-        batch = await self._lease(number, incarnation)
-        return None if batch is None else await self._read(batch)
+        leased = await self._lease(number, incarnation)
+        return None if leased is None else await self._read(leased.batch, leased.bodies)
 
-    async def _lease(self, number: int, incarnation: int) -> batches_pb2.Batch | None:
-        request = batches_pb2.LeaseBatchRequest(incarnation=incarnation, batch=number, wait=rpc.duration(POLL_S))
+    async def _lease(self, number: int, incarnation: int) -> batches_pb2.LeaseBatchResponse | None:
+        request = batches_pb2.LeaseBatchRequest(
+            incarnation=incarnation, batch=number, wait=rpc.duration(POLL_S), bodies_up_to_bytes=INLINE_BYTES)
         with self._waits.on(f"batch {number}", patient=True) as wait:
             while True:
                 reply: batches_pb2.LeaseBatchResponse = await rpc.call_until(
                     self._stub.LeaseBatch, request, POLL_S + 10, self._waits, f"batch {number}: the buffer", self._clock)
                 if reply.HasField("batch"):
-                    return reply.batch
+                    return reply
                 if reply.finished:
                     return None
                 if reply.checkpoint_now:
@@ -84,20 +86,23 @@ class BatchReader:
                 wait.sentence = told if told.startswith(name) else f"{name}: {told}" if told else name
                 await self._clock.sleep(PAUSE_S)
 
-    async def _read(self, batch: batches_pb2.Batch) -> TrainingBatch:
-        """Fetch and decode. Retries for ever while the buffer is away, READ_TRIES times when bodies are wrong."""
+    async def _read(self, batch: batches_pb2.Batch, inline: Sequence[bytes]) -> TrainingBatch:
+        """Fetch what did not come along; decode. Retries for ever while the buffer is away, READ_TRIES times what is wrong."""
         tries = 0
+        keys = [_key(member.sample) for group in batch.groups for member in group.members]
+        bodies = dict(zip(keys, inline, strict=True)) if len(inline) == len(keys) else {}
         while True:
-            bodies = await rpc.call_until(
-                self._fetch, batches_pb2.ReadBatchRequest(batch=batch.batch), READ_TIMEOUT_S, self._waits,
-                f"batch {batch.batch}: bodies from the buffer", self._clock)
+            if not bodies:
+                bodies = await rpc.call_until(
+                    self._fetch, batches_pb2.ReadBatchRequest(batch=batch.batch), READ_TIMEOUT_S, self._waits,
+                    f"batch {batch.batch}: bodies from the buffer", self._clock)
             try:
                 read = await asyncio.to_thread(assemble, batch, bodies, self._credit)
                 if self._routes is not None:
                     await self._read_routes(read, self._routes)
                 return read
             except InvalidInput:
-                tries += 1
+                bodies, tries = {}, tries + 1
                 if tries == READ_TRIES:
                     raise
 

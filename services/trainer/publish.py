@@ -57,6 +57,7 @@ class Publisher:
         self._stub: Any = policy_pb2_grpc.PolicyServiceStub(context.channel)
         self._task: asyncio.Task[None] | None = None
         self._chain: Chain | None = None
+        self._reserved: dict[int, int] = {}  # step -> number: of the next version, with the announcement of the one before
         self._orphans_from = self._clock.monotonic() + ORPHANS_S
 
     @property
@@ -88,8 +89,10 @@ class Publisher:
             self._clock)
         self._record(version, weights_hash(manifest.tensors))
         reply: events_pb2.PublishVersionResponse = await rpc.call_until(
-            self._stub.PublishVersion, events_pb2.PublishVersionRequest(version=version), RPC_TIMEOUT_S, self._waits,
-            f"announcing the policy version of step {step}", self._clock)
+            self._stub.PublishVersion,
+            events_pb2.PublishVersionRequest(version=version, next_step=step + self._context.run.trainer.publish_every),
+            RPC_TIMEOUT_S, self._waits, f"announcing the policy version of step {step}", self._clock)
+        self._reserved = {step + self._context.run.trainer.publish_every: reply.next_number}
         self._context.policy_version = version
         self._observe_s(self._clock.monotonic() - started)
         await self._find_orphans(self._chain, version.number)
@@ -118,11 +121,14 @@ class Publisher:
         async with asyncio.timeout(timeout):
             if self._base and self._base_written is None:
                 self._base_written = await write_base(self._store, self._base)
-            reserved: events_pb2.ReserveVersionResponse = await rpc.call(
-                self._stub.ReserveVersion,
-                events_pb2.ReserveVersionRequest(incarnation=self._incarnation, step=step), RPC_TIMEOUT_S)
+            number = self._reserved.pop(step, 0) or await self._reserve(step)
             version = await write_version(
-                self._store, run=self._context.run.run.name, number=reserved.number, step=step, incarnation=self._incarnation,
+                self._store, run=self._context.run.run.name, number=number, step=step, incarnation=self._incarnation,
                 tensors=tensors, files=self._files, base=self._base_written, probes=probes,
                 parent=self._chain.parent if self._chain else None)
             return version, await read_manifest(self._store, version)
+
+    async def _reserve(self, step: int) -> int:
+        request = events_pb2.ReserveVersionRequest(incarnation=self._incarnation, step=step)
+        reserved: events_pb2.ReserveVersionResponse = await rpc.call(self._stub.ReserveVersion, request, RPC_TIMEOUT_S)
+        return reserved.number

@@ -12,8 +12,9 @@ import pytest
 from google.rpc import code_pb2
 
 from slipstream import rpc
-from slipstream.errors import Fenced, SlipstreamError, Unavailable
+from slipstream.errors import Fenced, InvalidInput, SlipstreamError, Unavailable
 from slipstream.protos.buffer.v1 import policy_pb2, samples_pb2, sessions_pb2
+from slipstream.protos.types.v1.policy_pb2 import PolicyVersion
 from tests.buffer_client import buffer, finished
 from tests.redis_server import RedisProcess
 
@@ -38,6 +39,39 @@ async def test_the_walk(redis: RedisProcess, tmp_path: Path) -> None:
         (await client.front.ledger.balance()).check(2)
         archived = "".join(p.read_text() for p in (tmp_path / "objects/ledger").iterdir())
         assert archived.count('"event": "batch"') == 3
+
+
+async def test_few_bodies_come_with_their_batch(redis: RedisProcess, tmp_path: Path) -> None:
+    """In the order of its members and no more than was asked for; from another front, too."""
+    async with buffer(redis, tmp_path / "objects") as client:
+        await client.begin()
+        submitted = await client.step(1)
+        batch = (await client.batch(1)).batch
+        ids = [(m.sample.draw.number, m.sample.index) for g in batch.groups for m in g.members]
+        bodies = {name: submitted[name] for name in ids}
+        size = sum(map(len, bodies.values()))
+        assert not (await client.batch(1)).bodies
+        assert not (await client.batch(1, bodies_up_to_bytes=size - 1)).bodies
+        assert list((await client.batch(1, bodies_up_to_bytes=size)).bodies) == list(bodies.values())
+    async with buffer(redis, tmp_path / "objects") as client:
+        client.incarnation = 1
+        again = await client.batch(1, bodies_up_to_bytes=size)
+        assert again.batch == batch and list(again.bodies) == list(bodies.values()) and await client.read(1) == bodies
+
+
+async def test_the_next_number_comes_with_a_publication(redis: RedisProcess, tmp_path: Path) -> None:
+    """It is reserved for that step and this incarnation alone, as if it had been asked for."""
+    async with buffer(redis, tmp_path / "objects") as client:
+        await client.begin()
+        number = await client.reserve(1)
+        version = PolicyVersion(number=number, step=1, incarnation=1, manifest_key="versions/x")
+        published = await rpc.call(
+            client.policy.PublishVersion, policy_pb2.PublishVersionRequest(version=version, next_step=2), 5)
+        assert published.next_number == number + 1
+        with pytest.raises(InvalidInput, match="not reserved"):
+            await client.announce(PolicyVersion(number=number + 1, step=3, incarnation=1, manifest_key="versions/y"))
+        await client.announce(PolicyVersion(number=number + 1, step=2, incarnation=1, manifest_key="versions/y"))
+        assert await client.reserve(3) == number + 2, "none is reserved unless it is asked for"
 
 
 async def test_each_bad_item_is_refused_alone(redis: RedisProcess, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from slipstream.manifest import read_manifest, read_tensors
 from slipstream.model import build
 from slipstream.objects import FileStore
 from slipstream.protos.trainer.v1 import trainer_pb2
+from slipstream.sample import crc32c, encode
 from slipstream.service import open_context
 from slipstream.service_command import ServiceArguments
 from tests.fake_buffer import FakeBuffer
@@ -185,6 +186,31 @@ async def test_damaged_bodies_are_read_again(tmp_path):
     buffer = FakeBuffer()
     buffer.damaged_reads = 2
     assert await train(buffer, run_file(tmp_path)) == 0
+
+
+async def test_bodies_that_come_with_their_batch_are_not_read(tmp_path):
+    """Unless one of them is not what the composition says, or they are too few: then all are read as if none had come."""
+    buffer = FakeBuffer()
+    buffer.brings = lambda batch, bodies: {
+        1: bodies, 2: [*bodies[:-1], bodies[0]], 3: bodies[1:], 4: []}[batch]
+    assert await train(buffer, run_file(tmp_path)) == 0
+    assert buffer.reads == [2, 3, 4]
+    digests = [[sample[2] for sample in line["samples"]] for line in lines(tmp_path / "audit" / "trainer.jsonl")]
+    assert digests == [[crc32c(encode(m.sample)) for g in buffer.groups(k) for m in g.members] for k in (1, 2, 3, 4)]
+
+
+async def test_a_number_may_come_with_the_announcement_before(tmp_path):
+    """The buffer reserves one for the next step that is due; another step (the run's last) asks for its own. A buffer of a
+    former release reserves none, and the trainer asks each time."""
+    buffer = FakeBuffer()
+    buffer.reserves_ahead = True
+    assert await train(buffer, run_file(tmp_path / "a", run={"steps": 4}, trainer={"publish_every": 3})) == 0
+    assert [e[1] for e in buffer.kinds("publish")] == [0, 3, 4] and [e[1] for e in buffer.kinds("reserve")] == [0, 4]
+    numbers = [e[2].number for e in buffer.kinds("publish")]
+    assert numbers == sorted(set(numbers)), "each has a number of its own"
+    old = FakeBuffer()
+    assert await train(old, run_file(tmp_path / "b", run={"steps": 4})) == 0
+    assert [e[1] for e in old.kinds("reserve")] == [0, 1, 2, 3, 4]
 
 
 async def test_the_target_ends_the_run_early(tmp_path):

@@ -27,7 +27,7 @@ from slipstream.protos.types.v1 import sample_pb2 as slipstream_dot_types_dot_v1
 from slipstream.protos.types.v1 import tensor_pb2 as slipstream_dot_types_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"slipstream/buffer/v1/batches.proto\x12\x14slipstream.buffer.v1\x1a\x1egoogle/protobuf/duration.proto\x1a slipstream/types/v1/sample.proto\x1a slipstream/types/v1/tensor.proto\"x\n\x16TakeIncarnationRequest\x12\r\n\x05\x61\x62ove\x18\x01 \x01(\x04\x12\x18\n\x10\x63heckpoint_batch\x18\x02 \x01(\x04\x12\x18\n\x10\x63heckpoint_epoch\x18\x03 \x01(\r\x12\x1b\n\x13\x63heckpoint_sequence\x18\x04 \x01(\x04\"\x8e\x01\n\x17TakeIncarnationResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x14\n\x0cledger_epoch\x18\x02 \x01(\r\x12\x16\n\x0enumbered_batch\x18\x03 \x01(\x04\x12\x17\n\x0f\x63ommitted_batch\x18\x04 \x01(\x04\x12\x17\n\x0fledger_sequence\x18\x05 \x01(\x04\"`\n\x11LeaseBatchRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\r\n\x05\x62\x61tch\x18\x02 \x01(\x04\x12\'\n\x04wait\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xe9\x01\n\x0b\x42\x61tchMember\x12-\n\x06sample\x18\x01 \x01(\x0b\x32\x1d.slipstream.types.v1.SampleId\x12,\n\x04\x62ody\x18\x02 \x01(\x0b\x32\x1e.slipstream.types.v1.ObjectRef\x12)\n\x05score\x18\x03 \x01(\x0b\x32\x1a.slipstream.types.v1.Score\x12\x13\n\x0boldest_step\x18\x04 \x01(\x04\x12\x13\n\x0bnewest_step\x18\x05 \x01(\x04\x12\x0e\n\x06tokens\x18\x06 \x01(\r\x12\x18\n\x10generated_tokens\x18\x07 \x01(\r\"\xe1\x01\n\nBatchGroup\x12)\n\x04\x64raw\x18\x01 \x01(\x0b\x32\x1b.slipstream.types.v1.DrawId\x12\'\n\x04task\x18\x02 \x01(\x0b\x32\x19.slipstream.types.v1.Task\x12\x12\n\ngroup_size\x18\x03 \x01(\r\x12\x32\n\x07members\x18\x04 \x03(\x0b\x32!.slipstream.buffer.v1.BatchMember\x12\x0b\n\x03lag\x18\x05 \x01(\r\x12\x17\n\x0fmask_below_step\x18\x06 \x01(\x04\x12\x11\n\tno_signal\x18\x07 \x01(\x08\"I\n\x0c\x44ropDecision\x12)\n\x04\x64raw\x18\x01 \x01(\x0b\x32\x1b.slipstream.types.v1.DrawId\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\xf3\x01\n\x05\x42\x61tch\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05\x62\x61tch\x18\x02 \x01(\x04\x12\x30\n\x06groups\x18\x03 \x03(\x0b\x32 .slipstream.buffer.v1.BatchGroup\x12\x31\n\x05\x64rops\x18\x04 \x03(\x0b\x32\".slipstream.buffer.v1.DropDecision\x12\x0f\n\x07log_key\x18\x05 \x01(\t\x12\x17\n\x0fledger_sequence\x18\x06 \x01(\x04\x12\x18\n\x10numbered_unix_ms\x18\x07 \x01(\x04\x12\x11\n\tnext_draw\x18\x08 \x01(\x04\x12\x12\n\nlive_draws\x18\t \x03(\x04\"\x7f\n\x12LeaseBatchResponse\x12*\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x1b.slipstream.buffer.v1.Batch\x12\x13\n\x0bwaiting_for\x18\x02 \x01(\t\x12\x16\n\x0e\x63heckpoint_now\x18\x03 \x01(\x08\x12\x10\n\x08\x66inished\x18\x04 \x01(\x08\"Q\n\x10ReadBatchRequest\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x04\x12.\n\x07samples\x18\x02 \x03(\x0b\x32\x1d.slipstream.types.v1.SampleId\"X\n\tBatchBody\x12-\n\x06sample\x18\x01 \x01(\x0b\x32\x1d.slipstream.types.v1.SampleId\x12\x0c\n\x04\x62ody\x18\x02 \x01(\x0c\x12\x0e\n\x06\x63rc32c\x18\x03 \x01(\x07\"D\n\x11ReadBatchResponse\x12/\n\x06\x62odies\x18\x01 \x03(\x0b\x32\x1f.slipstream.buffer.v1.BatchBody\"Z\n\x14\x43ommitBatchesRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x15\n\rthrough_batch\x18\x02 \x01(\x04\x12\x16\n\x0e\x63heckpoint_key\x18\x03 \x01(\t\"0\n\x15\x43ommitBatchesResponse\x12\x17\n\x0f\x63ommitted_batch\x18\x01 \x01(\x04\x32\xa9\x03\n\x0c\x42\x61tchService\x12n\n\x0fTakeIncarnation\x12,.slipstream.buffer.v1.TakeIncarnationRequest\x1a-.slipstream.buffer.v1.TakeIncarnationResponse\x12_\n\nLeaseBatch\x12\'.slipstream.buffer.v1.LeaseBatchRequest\x1a(.slipstream.buffer.v1.LeaseBatchResponse\x12^\n\tReadBatch\x12&.slipstream.buffer.v1.ReadBatchRequest\x1a\'.slipstream.buffer.v1.ReadBatchResponse0\x01\x12h\n\rCommitBatches\x12*.slipstream.buffer.v1.CommitBatchesRequest\x1a+.slipstream.buffer.v1.CommitBatchesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"slipstream/buffer/v1/batches.proto\x12\x14slipstream.buffer.v1\x1a\x1egoogle/protobuf/duration.proto\x1a slipstream/types/v1/sample.proto\x1a slipstream/types/v1/tensor.proto\"x\n\x16TakeIncarnationRequest\x12\r\n\x05\x61\x62ove\x18\x01 \x01(\x04\x12\x18\n\x10\x63heckpoint_batch\x18\x02 \x01(\x04\x12\x18\n\x10\x63heckpoint_epoch\x18\x03 \x01(\r\x12\x1b\n\x13\x63heckpoint_sequence\x18\x04 \x01(\x04\"\x8e\x01\n\x17TakeIncarnationResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x14\n\x0cledger_epoch\x18\x02 \x01(\r\x12\x16\n\x0enumbered_batch\x18\x03 \x01(\x04\x12\x17\n\x0f\x63ommitted_batch\x18\x04 \x01(\x04\x12\x17\n\x0fledger_sequence\x18\x05 \x01(\x04\"|\n\x11LeaseBatchRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\r\n\x05\x62\x61tch\x18\x02 \x01(\x04\x12\'\n\x04wait\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1a\n\x12\x62odies_up_to_bytes\x18\x04 \x01(\x04\"\xe9\x01\n\x0b\x42\x61tchMember\x12-\n\x06sample\x18\x01 \x01(\x0b\x32\x1d.slipstream.types.v1.SampleId\x12,\n\x04\x62ody\x18\x02 \x01(\x0b\x32\x1e.slipstream.types.v1.ObjectRef\x12)\n\x05score\x18\x03 \x01(\x0b\x32\x1a.slipstream.types.v1.Score\x12\x13\n\x0boldest_step\x18\x04 \x01(\x04\x12\x13\n\x0bnewest_step\x18\x05 \x01(\x04\x12\x0e\n\x06tokens\x18\x06 \x01(\r\x12\x18\n\x10generated_tokens\x18\x07 \x01(\r\"\xe1\x01\n\nBatchGroup\x12)\n\x04\x64raw\x18\x01 \x01(\x0b\x32\x1b.slipstream.types.v1.DrawId\x12\'\n\x04task\x18\x02 \x01(\x0b\x32\x19.slipstream.types.v1.Task\x12\x12\n\ngroup_size\x18\x03 \x01(\r\x12\x32\n\x07members\x18\x04 \x03(\x0b\x32!.slipstream.buffer.v1.BatchMember\x12\x0b\n\x03lag\x18\x05 \x01(\r\x12\x17\n\x0fmask_below_step\x18\x06 \x01(\x04\x12\x11\n\tno_signal\x18\x07 \x01(\x08\"I\n\x0c\x44ropDecision\x12)\n\x04\x64raw\x18\x01 \x01(\x0b\x32\x1b.slipstream.types.v1.DrawId\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\xf3\x01\n\x05\x42\x61tch\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05\x62\x61tch\x18\x02 \x01(\x04\x12\x30\n\x06groups\x18\x03 \x03(\x0b\x32 .slipstream.buffer.v1.BatchGroup\x12\x31\n\x05\x64rops\x18\x04 \x03(\x0b\x32\".slipstream.buffer.v1.DropDecision\x12\x0f\n\x07log_key\x18\x05 \x01(\t\x12\x17\n\x0fledger_sequence\x18\x06 \x01(\x04\x12\x18\n\x10numbered_unix_ms\x18\x07 \x01(\x04\x12\x11\n\tnext_draw\x18\x08 \x01(\x04\x12\x12\n\nlive_draws\x18\t \x03(\x04\"\x8f\x01\n\x12LeaseBatchResponse\x12*\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x1b.slipstream.buffer.v1.Batch\x12\x13\n\x0bwaiting_for\x18\x02 \x01(\t\x12\x16\n\x0e\x63heckpoint_now\x18\x03 \x01(\x08\x12\x10\n\x08\x66inished\x18\x04 \x01(\x08\x12\x0e\n\x06\x62odies\x18\x05 \x03(\x0c\"Q\n\x10ReadBatchRequest\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x04\x12.\n\x07samples\x18\x02 \x03(\x0b\x32\x1d.slipstream.types.v1.SampleId\"X\n\tBatchBody\x12-\n\x06sample\x18\x01 \x01(\x0b\x32\x1d.slipstream.types.v1.SampleId\x12\x0c\n\x04\x62ody\x18\x02 \x01(\x0c\x12\x0e\n\x06\x63rc32c\x18\x03 \x01(\x07\"D\n\x11ReadBatchResponse\x12/\n\x06\x62odies\x18\x01 \x03(\x0b\x32\x1f.slipstream.buffer.v1.BatchBody\"Z\n\x14\x43ommitBatchesRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x15\n\rthrough_batch\x18\x02 \x01(\x04\x12\x16\n\x0e\x63heckpoint_key\x18\x03 \x01(\t\"0\n\x15\x43ommitBatchesResponse\x12\x17\n\x0f\x63ommitted_batch\x18\x01 \x01(\x04\x32\xa9\x03\n\x0c\x42\x61tchService\x12n\n\x0fTakeIncarnation\x12,.slipstream.buffer.v1.TakeIncarnationRequest\x1a-.slipstream.buffer.v1.TakeIncarnationResponse\x12_\n\nLeaseBatch\x12\'.slipstream.buffer.v1.LeaseBatchRequest\x1a(.slipstream.buffer.v1.LeaseBatchResponse\x12^\n\tReadBatch\x12&.slipstream.buffer.v1.ReadBatchRequest\x1a\'.slipstream.buffer.v1.ReadBatchResponse0\x01\x12h\n\rCommitBatches\x12*.slipstream.buffer.v1.CommitBatchesRequest\x1a+.slipstream.buffer.v1.CommitBatchesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,27 +39,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TAKEINCARNATIONRESPONSE']._serialized_start=283
   _globals['_TAKEINCARNATIONRESPONSE']._serialized_end=425
   _globals['_LEASEBATCHREQUEST']._serialized_start=427
-  _globals['_LEASEBATCHREQUEST']._serialized_end=523
-  _globals['_BATCHMEMBER']._serialized_start=526
-  _globals['_BATCHMEMBER']._serialized_end=759
-  _globals['_BATCHGROUP']._serialized_start=762
-  _globals['_BATCHGROUP']._serialized_end=987
-  _globals['_DROPDECISION']._serialized_start=989
-  _globals['_DROPDECISION']._serialized_end=1062
-  _globals['_BATCH']._serialized_start=1065
-  _globals['_BATCH']._serialized_end=1308
-  _globals['_LEASEBATCHRESPONSE']._serialized_start=1310
-  _globals['_LEASEBATCHRESPONSE']._serialized_end=1437
-  _globals['_READBATCHREQUEST']._serialized_start=1439
-  _globals['_READBATCHREQUEST']._serialized_end=1520
-  _globals['_BATCHBODY']._serialized_start=1522
-  _globals['_BATCHBODY']._serialized_end=1610
-  _globals['_READBATCHRESPONSE']._serialized_start=1612
-  _globals['_READBATCHRESPONSE']._serialized_end=1680
-  _globals['_COMMITBATCHESREQUEST']._serialized_start=1682
-  _globals['_COMMITBATCHESREQUEST']._serialized_end=1772
-  _globals['_COMMITBATCHESRESPONSE']._serialized_start=1774
-  _globals['_COMMITBATCHESRESPONSE']._serialized_end=1822
-  _globals['_BATCHSERVICE']._serialized_start=1825
-  _globals['_BATCHSERVICE']._serialized_end=2250
+  _globals['_LEASEBATCHREQUEST']._serialized_end=551
+  _globals['_BATCHMEMBER']._serialized_start=554
+  _globals['_BATCHMEMBER']._serialized_end=787
+  _globals['_BATCHGROUP']._serialized_start=790
+  _globals['_BATCHGROUP']._serialized_end=1015
+  _globals['_DROPDECISION']._serialized_start=1017
+  _globals['_DROPDECISION']._serialized_end=1090
+  _globals['_BATCH']._serialized_start=1093
+  _globals['_BATCH']._serialized_end=1336
+  _globals['_LEASEBATCHRESPONSE']._serialized_start=1339
+  _globals['_LEASEBATCHRESPONSE']._serialized_end=1482
+  _globals['_READBATCHREQUEST']._serialized_start=1484
+  _globals['_READBATCHREQUEST']._serialized_end=1565
+  _globals['_BATCHBODY']._serialized_start=1567
+  _globals['_BATCHBODY']._serialized_end=1655
+  _globals['_READBATCHRESPONSE']._serialized_start=1657
+  _globals['_READBATCHRESPONSE']._serialized_end=1725
+  _globals['_COMMITBATCHESREQUEST']._serialized_start=1727
+  _globals['_COMMITBATCHESREQUEST']._serialized_end=1817
+  _globals['_COMMITBATCHESRESPONSE']._serialized_start=1819
+  _globals['_COMMITBATCHESRESPONSE']._serialized_end=1867
+  _globals['_BATCHSERVICE']._serialized_start=1870
+  _globals['_BATCHSERVICE']._serialized_end=2295
 # @@protoc_insertion_point(module_scope)

@@ -38,14 +38,16 @@ class TakeIncarnationResponse(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., ledger_epoch: _Optional[int] = ..., numbered_batch: _Optional[int] = ..., committed_batch: _Optional[int] = ..., ledger_sequence: _Optional[int] = ...) -> None: ...
 
 class LeaseBatchRequest(_message.Message):
-    __slots__ = ("incarnation", "batch", "wait")
+    __slots__ = ("incarnation", "batch", "wait", "bodies_up_to_bytes")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     WAIT_FIELD_NUMBER: _ClassVar[int]
+    BODIES_UP_TO_BYTES_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     batch: int
     wait: _duration_pb2.Duration
-    def __init__(self, incarnation: _Optional[int] = ..., batch: _Optional[int] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    bodies_up_to_bytes: int
+    def __init__(self, incarnation: _Optional[int] = ..., batch: _Optional[int] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., bodies_up_to_bytes: _Optional[int] = ...) -> None: ...
 
 class BatchMember(_message.Message):
     __slots__ = ("sample", "body", "score", "oldest_step", "newest_step", "tokens", "generated_tokens")
@@ -114,16 +116,18 @@ class Batch(_message.Message):
     def __init__(self, run: _Optional[str] = ..., batch: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[BatchGroup, _Mapping]]] = ..., drops: _Optional[_Iterable[_Union[DropDecision, _Mapping]]] = ..., log_key: _Optional[str] = ..., ledger_sequence: _Optional[int] = ..., numbered_unix_ms: _Optional[int] = ..., next_draw: _Optional[int] = ..., live_draws: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LeaseBatchResponse(_message.Message):
-    __slots__ = ("batch", "waiting_for", "checkpoint_now", "finished")
+    __slots__ = ("batch", "waiting_for", "checkpoint_now", "finished", "bodies")
     BATCH_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_NOW_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    BODIES_FIELD_NUMBER: _ClassVar[int]
     batch: Batch
     waiting_for: str
     checkpoint_now: bool
     finished: bool
-    def __init__(self, batch: _Optional[_Union[Batch, _Mapping]] = ..., waiting_for: _Optional[str] = ..., checkpoint_now: _Optional[bool] = ..., finished: _Optional[bool] = ...) -> None: ...
+    bodies: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, batch: _Optional[_Union[Batch, _Mapping]] = ..., waiting_for: _Optional[str] = ..., checkpoint_now: _Optional[bool] = ..., finished: _Optional[bool] = ..., bodies: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class ReadBatchRequest(_message.Message):
     __slots__ = ("batch", "samples")

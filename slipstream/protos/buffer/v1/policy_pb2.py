@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from slipstream.protos.types.v1 import policy_pb2 as slipstream_dot_types_dot_v1_dot_policy__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!slipstream/buffer/v1/policy.proto\x12\x14slipstream.buffer.v1\x1a\x1egoogle/protobuf/duration.proto\x1a slipstream/types/v1/policy.proto\":\n\x15ReserveVersionRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\"(\n\x16ReserveVersionResponse\x12\x0e\n\x06number\x18\x01 \x01(\x04\"L\n\x15PublishVersionRequest\x12\x33\n\x07version\x18\x01 \x01(\x0b\x32\".slipstream.types.v1.PolicyVersion\"O\n\x16PublishVersionResponse\x12\x35\n\tdeletable\x18\x01 \x03(\x0b\x32\".slipstream.types.v1.PolicyVersion\"%\n\x14WatchVersionsRequest\x12\r\n\x05\x61\x66ter\x18\x01 \x01(\x04\"L\n\x15WatchVersionsResponse\x12\x33\n\x07version\x18\x01 \x01(\x0b\x32\".slipstream.types.v1.PolicyVersion\"$\n\x13ListVersionsRequest\x12\r\n\x05limit\x18\x01 \x01(\r\"L\n\x14ListVersionsResponse\x12\x34\n\x08versions\x18\x01 \x03(\x0b\x32\".slipstream.types.v1.PolicyVersion\"]\n\x12HoldVersionRequest\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0e\n\x06reader\x18\x02 \x01(\t\x12&\n\x03ttl\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x15\n\x13HoldVersionResponse2\xa0\x04\n\rPolicyService\x12k\n\x0eReserveVersion\x12+.slipstream.buffer.v1.ReserveVersionRequest\x1a,.slipstream.buffer.v1.ReserveVersionResponse\x12k\n\x0ePublishVersion\x12+.slipstream.buffer.v1.PublishVersionRequest\x1a,.slipstream.buffer.v1.PublishVersionResponse\x12j\n\rWatchVersions\x12*.slipstream.buffer.v1.WatchVersionsRequest\x1a+.slipstream.buffer.v1.WatchVersionsResponse0\x01\x12\x65\n\x0cListVersions\x12).slipstream.buffer.v1.ListVersionsRequest\x1a*.slipstream.buffer.v1.ListVersionsResponse\x12\x62\n\x0bHoldVersion\x12(.slipstream.buffer.v1.HoldVersionRequest\x1a).slipstream.buffer.v1.HoldVersionResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!slipstream/buffer/v1/policy.proto\x12\x14slipstream.buffer.v1\x1a\x1egoogle/protobuf/duration.proto\x1a slipstream/types/v1/policy.proto\":\n\x15ReserveVersionRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\"(\n\x16ReserveVersionResponse\x12\x0e\n\x06number\x18\x01 \x01(\x04\"_\n\x15PublishVersionRequest\x12\x33\n\x07version\x18\x01 \x01(\x0b\x32\".slipstream.types.v1.PolicyVersion\x12\x11\n\tnext_step\x18\x02 \x01(\x04\"d\n\x16PublishVersionResponse\x12\x35\n\tdeletable\x18\x01 \x03(\x0b\x32\".slipstream.types.v1.PolicyVersion\x12\x13\n\x0bnext_number\x18\x02 \x01(\x04\"%\n\x14WatchVersionsRequest\x12\r\n\x05\x61\x66ter\x18\x01 \x01(\x04\"L\n\x15WatchVersionsResponse\x12\x33\n\x07version\x18\x01 \x01(\x0b\x32\".slipstream.types.v1.PolicyVersion\"$\n\x13ListVersionsRequest\x12\r\n\x05limit\x18\x01 \x01(\r\"L\n\x14ListVersionsResponse\x12\x34\n\x08versions\x18\x01 \x03(\x0b\x32\".slipstream.types.v1.PolicyVersion\"]\n\x12HoldVersionRequest\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0e\n\x06reader\x18\x02 \x01(\t\x12&\n\x03ttl\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x15\n\x13HoldVersionResponse2\xa0\x04\n\rPolicyService\x12k\n\x0eReserveVersion\x12+.slipstream.buffer.v1.ReserveVersionRequest\x1a,.slipstream.buffer.v1.ReserveVersionResponse\x12k\n\x0ePublishVersion\x12+.slipstream.buffer.v1.PublishVersionRequest\x1a,.slipstream.buffer.v1.PublishVersionResponse\x12j\n\rWatchVersions\x12*.slipstream.buffer.v1.WatchVersionsRequest\x1a+.slipstream.buffer.v1.WatchVersionsResponse0\x01\x12\x65\n\x0cListVersions\x12).slipstream.buffer.v1.ListVersionsRequest\x1a*.slipstream.buffer.v1.ListVersionsResponse\x12\x62\n\x0bHoldVersion\x12(.slipstream.buffer.v1.HoldVersionRequest\x1a).slipstream.buffer.v1.HoldVersionResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,21 +38,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESERVEVERSIONRESPONSE']._serialized_start=185
   _globals['_RESERVEVERSIONRESPONSE']._serialized_end=225
   _globals['_PUBLISHVERSIONREQUEST']._serialized_start=227
-  _globals['_PUBLISHVERSIONREQUEST']._serialized_end=303
-  _globals['_PUBLISHVERSIONRESPONSE']._serialized_start=305
-  _globals['_PUBLISHVERSIONRESPONSE']._serialized_end=384
-  _globals['_WATCHVERSIONSREQUEST']._serialized_start=386
-  _globals['_WATCHVERSIONSREQUEST']._serialized_end=423
-  _globals['_WATCHVERSIONSRESPONSE']._serialized_start=425
-  _globals['_WATCHVERSIONSRESPONSE']._serialized_end=501
-  _globals['_LISTVERSIONSREQUEST']._serialized_start=503
-  _globals['_LISTVERSIONSREQUEST']._serialized_end=539
-  _globals['_LISTVERSIONSRESPONSE']._serialized_start=541
-  _globals['_LISTVERSIONSRESPONSE']._serialized_end=617
-  _globals['_HOLDVERSIONREQUEST']._serialized_start=619
-  _globals['_HOLDVERSIONREQUEST']._serialized_end=712
-  _globals['_HOLDVERSIONRESPONSE']._serialized_start=714
-  _globals['_HOLDVERSIONRESPONSE']._serialized_end=735
-  _globals['_POLICYSERVICE']._serialized_start=738
-  _globals['_POLICYSERVICE']._serialized_end=1282
+  _globals['_PUBLISHVERSIONREQUEST']._serialized_end=322
+  _globals['_PUBLISHVERSIONRESPONSE']._serialized_start=324
+  _globals['_PUBLISHVERSIONRESPONSE']._serialized_end=424
+  _globals['_WATCHVERSIONSREQUEST']._serialized_start=426
+  _globals['_WATCHVERSIONSREQUEST']._serialized_end=463
+  _globals['_WATCHVERSIONSRESPONSE']._serialized_start=465
+  _globals['_WATCHVERSIONSRESPONSE']._serialized_end=541
+  _globals['_LISTVERSIONSREQUEST']._serialized_start=543
+  _globals['_LISTVERSIONSREQUEST']._serialized_end=579
+  _globals['_LISTVERSIONSRESPONSE']._serialized_start=581
+  _globals['_LISTVERSIONSRESPONSE']._serialized_end=657
+  _globals['_HOLDVERSIONREQUEST']._serialized_start=659
+  _globals['_HOLDVERSIONREQUEST']._serialized_end=752
+  _globals['_HOLDVERSIONRESPONSE']._serialized_start=754
+  _globals['_HOLDVERSIONRESPONSE']._serialized_end=775
+  _globals['_POLICYSERVICE']._serialized_start=778
+  _globals['_POLICYSERVICE']._serialized_end=1322
 # @@protoc_insertion_point(module_scope)

@@ -25,16 +25,20 @@ class ReserveVersionResponse(_message.Message):
     def __init__(self, number: _Optional[int] = ...) -> None: ...
 
 class PublishVersionRequest(_message.Message):
-    __slots__ = ("version",)
+    __slots__ = ("version", "next_step")
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    NEXT_STEP_FIELD_NUMBER: _ClassVar[int]
     version: _policy_pb2.PolicyVersion
-    def __init__(self, version: _Optional[_Union[_policy_pb2.PolicyVersion, _Mapping]] = ...) -> None: ...
+    next_step: int
+    def __init__(self, version: _Optional[_Union[_policy_pb2.PolicyVersion, _Mapping]] = ..., next_step: _Optional[int] = ...) -> None: ...
 
 class PublishVersionResponse(_message.Message):
-    __slots__ = ("deletable",)
+    __slots__ = ("deletable", "next_number")
     DELETABLE_FIELD_NUMBER: _ClassVar[int]
+    NEXT_NUMBER_FIELD_NUMBER: _ClassVar[int]
     deletable: _containers.RepeatedCompositeFieldContainer[_policy_pb2.PolicyVersion]
-    def __init__(self, deletable: _Optional[_Iterable[_Union[_policy_pb2.PolicyVersion, _Mapping]]] = ...) -> None: ...
+    next_number: int
+    def __init__(self, deletable: _Optional[_Iterable[_Union[_policy_pb2.PolicyVersion, _Mapping]]] = ..., next_number: _Optional[int] = ...) -> None: ...
 
 class WatchVersionsRequest(_message.Message):
     __slots__ = ("after",)
