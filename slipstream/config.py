@@ -104,6 +104,7 @@ class RunFile(Section):
                 "the latter to true, or route_replay = auto")
         self._mini_steps_have_a_use()
         self._shared_is_one_machine()
+        self._guesses_can_be_judged()
         names = [e.name for e in self.environments]
         if duplicate := next((n for n in names if names.count(n) > 1), None):
             raise ValueError(f"environments: the name {duplicate!r} appears twice")
@@ -155,6 +156,23 @@ class RunFile(Section):
                 raise ValueError(
                     f"{setting} with run.placement = shared: {why}, and devices are shared on one machine; change it, or set "
                     "placement = split")
+
+    def _guesses_can_be_judged(self) -> None:
+        """Raise for what cannot run with speculation, or would not sample from the policy."""
+        rollout, guess = self.rollout, f"rollout.speculation.method = {self.rollout.speculation.method}"
+        if rollout.speculation.method == "off":
+            return
+        if rollout.engine != "vllm":
+            raise ValueError(
+                f"{guess} with rollout.engine = {rollout.engine}: only vLLM judges guessed tokens; set rollout.engine = vllm, "
+                "or method = off")
+        if self.deterministic:
+            raise ValueError(
+                f"{guess} with schedule.deterministic, which pinned schedules set: how many draws a token takes depends on "
+                "what was guessed; set method = off and rollout.engine = torch, or schedule.deterministic = false")
+        if min_p := rollout.vllm.sampling.get("min_p"):
+            raise ValueError(
+                f"{guess} with rollout.vllm.sampling.min_p = {min_p:g}: vLLM refuses every request of the two; remove one")
 
     def _critic_has_a_use(self) -> None:
         """Raise when there are settings of a critic but none, or when one makes settings of groups meaningless."""

@@ -195,6 +195,24 @@ class Vllm(Section):
         return self.data_parallel // (self.data_parallel_local or self.data_parallel)
 
 
+class Speculation(Section):
+    """Tokens guessed from the sequence itself and judged in one pass, rollout.engine = "vllm"; see docs/guides/engines.md."""
+
+    method: Literal["off", "ngram"] = Field(
+        default="off", description="What guesses: nothing, or what followed when the sequence's last tokens came before."
+    )
+    tokens: int = Field(default=4, ge=1, le=64, description="Most tokens guessed at once for one sequence.")
+    prompt_lookup_min: PositiveInt = Field(default=2, description="Fewest last tokens that have to have come before.")
+    prompt_lookup_max: PositiveInt = Field(default=4, description="Most last tokens that are looked for; longest match first.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Speculation:
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min = {self.prompt_lookup_min} exceeds prompt_lookup_max = {self.prompt_lookup_max}; lower it")
+        return self
+
+
 class Rollout(Section):
     workers: int = Field(default=1, ge=0, description="Rollout workers that the local supervisor starts.")
     engine: Literal["torch", "vllm"] = Field(default="torch", description="Inference engine.")
@@ -219,6 +237,7 @@ class Rollout(Section):
         default="", description="Interpreter of rollout workers; empty = this, for vllm .venv-vllm/bin/python if it is there."
     )
     vllm: Vllm = Vllm()
+    speculation: Speculation = Speculation()
 
 
 class Reward(Section):

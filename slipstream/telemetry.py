@@ -188,6 +188,10 @@ class RolloutMetrics(_Group):
         self.engine_waiting = self._gauge("engine_waiting", "Requests for which the engine has no room.")
         self.preemptions = self._counter(
             "preemptions", "Requests whose cache the engine threw away: for want of room, or to compute it anew after a swap.")
+        self.drafts = self._counter("drafts", "Guesses judged, one for each sequence and step that had one: speculation.")
+        self.draft_tokens = self._counter("draft_tokens", "Tokens guessed and judged.")
+        self.accepted_tokens = self._counter(
+            "accepted_tokens", "Of them, those accepted: a step with a guess gives 1 + accepted_tokens / drafts in the mean.")
         self.decode_seconds = self._histogram("decode_seconds", "Time of one decode step.", buckets=_RPC_S)
 
 

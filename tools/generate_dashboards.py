@@ -91,6 +91,11 @@ SERVICES = {
     "rollout": [
         Panel("slots", {"in use": f"sum ({R}active_slots{N})", "all": f"sum ({R}slots{N})", "queued": f"sum ({R}engine_waiting{N})"}),
         Panel("KV cache in use", {"{{pod}}{{instance}}": most(f"{R}kv_cache_share", "pod, instance")}, "percentunit"),
+        Panel("guessed tokens", {"judged": rate(f"{R}draft_tokens_total"), "accepted": rate(f"{R}accepted_tokens_total")}, "cps",
+              tells="rollout.speculation; 0 without"),
+        Panel("tokens of a step with a guess", {
+            "mean": f"1 + {rate(f'{R}accepted_tokens_total')} / clamp_min({rate(f'{R}drafts_total')}, 1e-9)"},
+            tells="its own draw and the guesses accepted before it; what a guess has to earn is in docs/guides/engines.md"),
         Panel("swaps", {"{{outcome}}": rate(f"{R}swaps_total", "outcome")}, "cps"),
         Panel("pause of a swap", {"p50": quantile(0.5, f"{R}swap_seconds"), "p99": quantile(0.99, f"{R}swap_seconds")}, "s"),
         Panel("episodes", {"{{outcome}}": rate(f"{R}episodes_total", "outcome")}, "cps"),

@@ -26,6 +26,15 @@ SETTLE = 2  # looks after a load: it preempts everything, which says nothing abo
 
 
 @dataclass(frozen=True, slots=True)
+class Drafts:
+    """Tokens that were guessed and judged, in sums since the start."""
+
+    made: int = 0  # one a request and step that had something to guess
+    tokens: int = 0
+    accepted: int = 0  # tokens
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """The engine at one look."""
 
@@ -35,6 +44,7 @@ class Load:
     preemptions: int  # in sum
     loads: int  # weights exchanged, in sum
     each: float = 0.0  # share of the cache that a request takes, over the last steps; 0 = as in the last one
+    drafts: Drafts = Drafts()
 
 
 class Concurrency:

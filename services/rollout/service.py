@@ -8,7 +8,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from services.rollout.concurrency import Concurrency
+from services.rollout.concurrency import Concurrency, Drafts
 from services.rollout.engine import Engine, Generation, Request
 from services.rollout.group import Group
 from services.rollout.shared_engine import SharedEngine
@@ -114,7 +114,7 @@ async def _watch_engine(
     context: ServiceContext, engine: Engine, worker: RolloutWorker, metrics: RolloutMetrics
 ) -> None:
     """Keep tokens and slots up to date for metrics and status, and the bound on samples in hand where a cache binds."""
-    counted, preempted, bound = 0, 0, Concurrency(context.run.rollout.slots)
+    counted, preempted, judged, bound = 0, 0, Drafts(), Concurrency(context.run.rollout.slots)
     while True:
         await context.clock.sleep(0.5)
         generated = engine.generated_tokens
@@ -126,6 +126,10 @@ async def _watch_engine(
             metrics.engine_waiting.set(load.waiting)
             metrics.preemptions.inc(max(0, load.preemptions - preempted))
             preempted = load.preemptions
+            metrics.drafts.inc(load.drafts.made - judged.made)
+            metrics.draft_tokens.inc(load.drafts.tokens - judged.tokens)
+            metrics.accepted_tokens.inc(load.drafts.accepted - judged.accepted)
+            judged = load.drafts
             if context.run.rollout.adaptive_slots:
                 worker.bound(bound.look(load, worker.in_hand))
 

@@ -31,6 +31,8 @@ OWN = {
     "enable_sleep_mode": "run.placement",
     "enable_lora": "model.lora", "max_lora_rank": "model.lora.rank", "lora_target_modules": "model.lora.targets",
     "enable_return_routed_experts": "rollout.capture_routes", "override_generation_config": "rollout.vllm.sampling",
+    "speculative_config": "rollout.speculation", "spec_method": "rollout.speculation", "spec_model": "rollout.speculation",
+    "spec_tokens": "rollout.speculation",
 }
 # Variables per fabric, of DeepEP (vLLM's `deepep_v2`) and NCCL; sources: vllm/envs.py, awslabs' DeepEP V2 benchmark.
 FABRICS: dict[str, dict[str, str]] = {
@@ -98,7 +100,22 @@ def engine_arguments(run: RunFile, model: str, shape: Mapping[str, Any], extensi
         arguments["enable_expert_parallel"] = True
     if own.all2all:
         arguments["all2all_backend"] = own.all2all
-    return arguments | own.engine_args
+    return arguments | speculation_arguments(run, arguments["max_num_batched_tokens"], cpu) | own.engine_args
+
+
+def speculation_arguments(run: RunFile, room: int, cpu: bool) -> dict[str, Any]:
+    """Further arguments for guessed tokens; none without. `room`: tokens of a step, raised so that no guess is cut for it."""
+    guess, slots = run.rollout.speculation, run.rollout.slots
+    if guess.method == "off":
+        return {}
+    config: dict[str, Any] = {
+        "method": guess.method, "num_speculative_tokens": guess.tokens, "prompt_lookup_min": guess.prompt_lookup_min,
+        "prompt_lookup_max": guess.prompt_lookup_max}
+    if cpu:
+        # A table, though the same for any number of sequences: without one vLLM fills a first step that has one token left to
+        # compute with guesses of token -1, for its graphs, and its CPU sampler takes their chance from the row before.
+        config["num_speculative_tokens_per_batch_size"] = [(1, slots, guess.tokens)]
+    return {"speculative_config": config, "max_num_batched_tokens": max(room, slots * (1 + guess.tokens))}
 
 
 def node_arguments(run: RunFile, node: int, address: str, port: int) -> dict[str, Any]:

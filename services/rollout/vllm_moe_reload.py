@@ -1,4 +1,4 @@
-"""The one place where vLLM is patched: experts on a CPU come out scrambled when weights are loaded a second time.
+"""One of two places where vLLM is patched: experts on a CPU come out scrambled when weights are loaded a second time.
 
 `UnquantizedFusedMoEMethod._setup_kernel` packs the experts' matrices for the CPU's grouped product only at the first load. At
 later ones it copies the checkpoint's layout into the packed storage: same shape, no error, other products. Packing after every

@@ -76,6 +76,8 @@ class VllmProcess:
                 await launching
             if run.rollout.capture_routes and cpu:
                 await self.call("slipstream_capture")
+            if run.rollout.speculation.method != "off":
+                await self.call("slipstream_prove_temperatures")
             await self._take_adapter(path)
             await self.llm.update_weight_version(str(exchange))
         except (ValueError, TypeError, NotImplementedError) as error:

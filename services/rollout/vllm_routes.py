@@ -5,7 +5,7 @@ prefix cache spares have no rows of their own: every computed row is also filed 
 behind cached blocks takes theirs.
 
 A request that is computed again (preempted, or after a swap) keeps the rows of the first time: its log-probabilities come from
-them.
+them. Guessed tokens have rows before they are judged: the next step says how many were accepted, and the rows of the others go.
 
 Axes: T tokens of a step, P positions of a request, S cache slots, L MoE layers, K experts per token.
 """
@@ -28,10 +28,12 @@ class Rows:
         self._filled: dict[str, int] = {}
 
     def file(
-        self, requests: list[str], computed: np.ndarray, scheduled: np.ndarray, slots_T: np.ndarray, routes_T_L_K: np.ndarray,
-        blocks: list[np.ndarray], block_size: int, longest: int,
+        self, requests: list[str], computed: np.ndarray, scheduled: np.ndarray, known: np.ndarray, slots_T: np.ndarray,
+        routes_T_L_K: np.ndarray, blocks: list[np.ndarray], block_size: int, longest: int,
     ) -> None:
-        """One step: request r has `computed[r]` positions behind it and gets the next `scheduled[r]` rows."""
+        """One step: request r has `computed[r]` positions behind it and gets the next `scheduled[r]` rows. `known[r]` are its
+        tokens before the step draws: prompt and answer. The last one of an answer was drawn, not computed.
+        """
         self._by_slot_S_L_K[slots_T] = routes_T_L_K
         start = 0
         for index, request in enumerate(requests):
@@ -41,7 +43,7 @@ class Rows:
                 rows = np.zeros((longest, *self._by_slot_S_L_K.shape[1:]), self._by_slot_S_L_K.dtype)
                 self._by_request[request] = rows
                 self._filled[request] = 0
-            filled = self._filled[request]
+            filled = min(self._filled[request], int(known[index]) - 1)
             if filled < first:  # cached by others: their slots hold what was computed for these tokens
                 positions = np.arange(filled, first)
                 slots = blocks[index][positions // block_size] * block_size + positions % block_size
@@ -121,6 +123,6 @@ class RouteCapture:
         blocks = table.get_numpy_array()
         self._rows.file(
             requests, batch.num_computed_tokens_cpu[: len(requests)],
-            np.array([scheduler_output.num_scheduled_tokens[r] for r in requests]),
+            np.array([scheduler_output.num_scheduled_tokens[r] for r in requests]), batch.num_tokens_no_spec[: len(requests)],
             table.slot_mapping.cpu[:total].numpy(), routes_T_L_K.numpy(), [blocks[i] for i in range(len(requests))],
             self._block_size, self._runner.max_model_len)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from services.rollout.concurrency import Load
+from services.rollout.concurrency import Drafts, Load
 
 MEAN_STEPS = 64  # about a second of steps
 
@@ -25,6 +25,9 @@ class Signals:
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0  # of the prompt tokens, those that the prefix cache spared
     steps: int = 0
+    drafts: int = 0  # guesses that were judged, one a request and step
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     _mean_running: float = 0.0
     _mean_share: float = 0.0
 
@@ -37,7 +40,14 @@ class Signals:
     def load(self, loads: int) -> Load:
         """What the bound on samples in hand looks at, after `loads` loads of weights."""
         each = self._mean_share / self._mean_running if self._mean_running else 0.0
-        return Load(self.running, self.waiting, self.cache_share, self.preemptions, loads, each)
+        drafts = Drafts(self.drafts, self.draft_tokens, self.accepted_tokens)
+        return Load(self.running, self.waiting, self.cache_share, self.preemptions, loads, each, drafts)
+
+    def judged(self, drafts: int, tokens: int, accepted: int) -> None:
+        """Take note of the guesses of a step."""
+        self.drafts += drafts
+        self.draft_tokens += tokens
+        self.accepted_tokens += accepted
 
     def rest(self) -> None:
         """Nothing is in flight: vLLM says nothing of that."""
@@ -58,6 +68,8 @@ def logger(signals: Signals, observe: Callable[[float], None] | None) -> Any:
             if scheduler_stats is not None:
                 signals.step(
                     scheduler_stats.num_running_reqs, scheduler_stats.num_waiting_reqs, scheduler_stats.kv_cache_usage)
+                if (guesses := scheduler_stats.spec_decoding_stats) is not None:
+                    signals.judged(guesses.num_drafts, guesses.num_draft_tokens, guesses.num_accepted_tokens)
             if iteration_stats is not None:
                 signals.generated_tokens += iteration_stats.num_generation_tokens
                 signals.preemptions += iteration_stats.num_preempted_reqs

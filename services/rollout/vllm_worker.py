@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from services.rollout import vllm_moe_reload
+from services.rollout import vllm_moe_reload, vllm_temperatures
 from services.rollout.vllm_checkpoint import checksum
 from services.rollout.vllm_routes import RouteCapture
 
 vllm_moe_reload.apply()
+vllm_temperatures.apply()
 
 
 class WorkerExtension:
@@ -36,6 +37,10 @@ class WorkerExtension:
         if self._slipstream_routes is None:
             return [None] * len(requests)
         return self._slipstream_routes.take(requests)
+
+    def slipstream_prove_temperatures(self) -> None:
+        """Raises ValueError where guessed tokens would be judged at other temperatures than their requests'."""
+        vllm_temperatures.prove(self.model_runner.device)
 
     def slipstream_verify(self, path: str, crc32c: int) -> int:
         """Read a checkpoint in full and open each of its tensors: their number. Raises ValueError; the model is not touched."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.rollout import vllm_moe_reload
+from services.rollout import vllm_moe_reload, vllm_temperatures
 from services.rollout.vllm_worker import WorkerExtension
 
 
@@ -15,6 +15,13 @@ class FaultyExtension(WorkerExtension):
             vllm_moe_reload.undo()
             return False
         return vllm_moe_reload.apply()
+
+    def slipstream_mend_temperatures(self, on: bool) -> bool:
+        """Take the mend of guessed tokens' temperatures away, or apply it."""
+        if not on:
+            vllm_temperatures.undo()
+            return False
+        return vllm_temperatures.apply()
 
     def slipstream_fail_next_load(self) -> None:
         """The next load writes half of the tensors and raises."""

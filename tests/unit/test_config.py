@@ -45,6 +45,13 @@ def test_minimal_file_resolves_with_defaults():
          ["model.lora", "bfloat16", "rollout.vllm.adapters = merged", "torch"]),
         ({"model": {"path": "m", "lora": {}}, "rollout": {"engine": "vllm", "vllm": {"adapters": "slots"}}},
          ["model.lora.targets", "slots", "experts", "merged"]),
+        ({"rollout": {"speculation": {"method": "ngram"}}},
+         ["rollout.speculation.method = ngram", "rollout.engine = torch", "set rollout.engine = vllm"]),
+        ({"rollout": {"engine": "vllm", "speculation": {"method": "ngram"}}, "schedule": {"max_lag": 0}},
+         ["rollout.speculation.method = ngram", "schedule.deterministic", "method = off"]),
+        ({"rollout": {"engine": "vllm", "speculation": {"method": "ngram"}, "vllm": {
+            "sampling": {"min_p": 0.1}, "biased_sampling": ["min_p"]}}}, ["rollout.vllm.sampling.min_p = 0.1", "remove one"]),
+        ({"rollout": {"speculation": {"prompt_lookup_min": 5}}}, ["prompt_lookup_min = 5", "prompt_lookup_max = 4", "lower"]),
         ({"model": {"path": "m", "build": {"model_type": "olmoe"}}}, ["path = 'm'", "model.build", "remove one"]),
         ({"schedule": {"sample_timeout_s": 9, "group_timeout_s": 5}}, ["sample_timeout_s = 9", "group_timeout_s = 5"]),
         ({"buffer": {"quota_bytes": 1000}}, ["buffer.quota_bytes = 1000", "raise it"]),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.rollout.concurrency import Load
+from services.rollout.concurrency import Drafts, Load
 from services.rollout.torch_engine import TorchEngine
 from services.rollout.worker import RolloutWorker
 from slipstream import rpc
@@ -57,7 +57,8 @@ def short_of_cache(monkeypatch: pytest.MonkeyPatch, bound: int) -> asyncio.Event
     """Engines run four requests with a full cache, three wait, and each look finds preemptions; set once the bound is this."""
     preemptions, bounded, plain = itertools.count(10), asyncio.Event(), RolloutWorker.bound
     monkeypatch.setattr(RolloutWorker, "bound", lambda self, slots: (plain(self, slots), slots == bound and bounded.set()))
-    monkeypatch.setattr(TorchEngine, "load", property(lambda self: Load(4, 3, 1.0, next(preemptions), 0)))
+    drafts = Drafts(5, 20, 7)
+    monkeypatch.setattr(TorchEngine, "load", property(lambda self: Load(4, 3, 1.0, next(preemptions), 0, drafts=drafts)))
     return bounded
 
 
@@ -75,6 +76,8 @@ async def test_an_engine_short_of_cache_is_given_less(
         await buffer.until(lambda: len(buffer.asked) > 1 and 1 in buffer.submitted)
         assert {asked.max_samples for asked in buffer.asked[1:]} <= {1, 2, 3, 4}
         assert context.registry.get_sample_value("slipstream_rollout_kv_cache_share") == 1.0
+        guesses = ("drafts_total", "draft_tokens_total", "accepted_tokens_total")  # sums: once, however often it looked
+        assert [context.registry.get_sample_value(f"slipstream_rollout_{name}") for name in guesses] == [5, 20, 7]
 
 
 async def test_samples_that_are_not_with_the_engine_are_in_hand_as_well(

@@ -15,11 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.rollout import vllm_arguments
+from services.rollout import vllm_arguments, vllm_temperatures
+from services.rollout.concurrency import Drafts
 from services.rollout.engine import Generation, Request
 from services.rollout.vllm_answers import Asked, generation, rest
 from services.rollout.vllm_checkpoint import Checkpoints, checksum, remove_orphans
 from services.rollout.vllm_routes import Rows
+from services.rollout.vllm_signals import Signals
 from slipstream.errors import ConfigError, InvalidInput
 from slipstream.manifest import RawTensor
 from slipstream.model import ADAPTER_FILE, bare, files, state
@@ -85,8 +87,21 @@ def test_each_node_of_an_engine_is_started_with_its_share(tmp_path: Path) -> Non
     assert last == leader | {"data_parallel_start_rank": 4}
 
 
+def test_guesses_are_an_argument_of_their_own(tmp_path: Path) -> None:
+    """With room in a step for all of them. On a CPU the table that says how many, always the same, keeps vLLM from filling
+    steps with guesses of token -1, which its CPU sampler misjudges. Not yet run on a GPU."""
+    speculation = {"method": "ngram", "tokens": 6, "prompt_lookup_min": 3, "prompt_lookup_max": 5}
+    gpu, cpu = (arguments(tmp_path, on_cpu, rollout={"slots": 2000, "speculation": speculation}) for on_cpu in (False, True))
+    assert gpu["speculative_config"] == {
+        "method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_min": 3, "prompt_lookup_max": 5}
+    assert cpu["speculative_config"] == gpu["speculative_config"] | {"num_speculative_tokens_per_batch_size": [(1, 2000, 6)]}
+    assert gpu["max_num_batched_tokens"] == 2000 * 7
+    assert "speculative_config" not in arguments(tmp_path, cpu=True)
+
+
 @pytest.mark.parametrize("name, remedy", [
-    ("max_model_len", "set rollout.context"), ("dtype", "set model.dtype"), ("logprobs_mode", "cannot be set")])
+    ("max_model_len", "set rollout.context"), ("dtype", "set model.dtype"), ("logprobs_mode", "cannot be set"),
+    ("speculative_config", "set rollout.speculation"), ("spec_method", "set rollout.speculation")])
 def test_arguments_with_an_owner_are_refused(tmp_path: Path, name: str, remedy: str) -> None:
     """One owner for each setting: a second way to set it would silently win."""
     with pytest.raises(ConfigError, match=f"rollout.vllm.engine_args.{name}.*{remedy}"):
@@ -199,15 +214,54 @@ def test_routes_are_filed_through_the_prefix_cache_and_a_second_computation() ->
     rows = Rows(slots=12, layers=1, experts_per_token=1)
     routes = np.arange(10, 16, dtype=np.uint8).reshape(6, 1, 1)
     blocks = [np.array([2, 0])]  # of four slots each
-    rows.file(["a"], np.array([0]), np.array([6]), np.array([8, 9, 10, 11, 0, 1]), routes, blocks, 4, 8)
-    rows.file(["b"], np.array([4]), np.array([2]), np.array([4, 5]), routes[:2] + 50, [np.array([2, 1])], 4, 8)
-    rows.file(["a", "b"], np.array([0, 6]), np.array([7, 1]), np.array([8, 9, 10, 11, 0, 1, 2, 6]),
+    rows.file(["a"], np.array([0]), np.array([6]), np.array([6]), np.array([8, 9, 10, 11, 0, 1]), routes, blocks, 4, 8)
+    rows.file(["b"], np.array([4]), np.array([2]), np.array([6]), np.array([4, 5]), routes[:2] + 50, [np.array([2, 1])], 4, 8)
+    rows.file(["a", "b"], np.array([0, 6]), np.array([7, 1]), np.array([7, 7]), np.array([8, 9, 10, 11, 0, 1, 2, 6]),
               np.full((8, 1, 1), 99, np.uint8), [blocks[0], np.array([2, 1])], 4, 8)
     a, b = rows.take("a"), rows.take("b")
     assert a is not None and b is not None
     assert a.ravel().tolist() == [10, 11, 12, 13, 14, 15, 99]
     assert b.ravel().tolist() == [10, 11, 12, 13, 60, 61, 99]
     assert rows.take("a") is None
+
+
+def test_rows_of_rejected_guesses_make_room_for_the_tokens_that_came_instead() -> None:
+    """Two tokens of prompt, then a step with three guesses of which one is accepted: the rows of the other two go, though the
+    next step computes fewer positions than they took; also when the request is computed again before."""
+    step = {"blocks": [np.array([0, 1])], "block_size": 4, "longest": 8}
+    for again in (False, True):
+        rows = Rows(slots=8, layers=1, experts_per_token=1)
+
+        def file(first: int, routes: list[int], known: int, rows: Rows = rows) -> None:
+            count = len(routes)
+            rows.file(["a"], np.array([first]), np.array([count]), np.array([known]), np.arange(first, first + count),
+                      np.array(routes, np.uint8).reshape(-1, 1, 1), **step)
+
+        file(0, [10, 11], known=2)
+        file(2, [12, 13, 90, 91], known=3)  # the drawn token, the accepted guess, two rejected ones
+        if again:
+            file(0, [70, 71, 72, 73, 14], known=5)
+        else:
+            file(4, [14], known=5)
+        taken = rows.take("a")
+        assert taken is not None and taken.ravel().tolist() == [10, 11, 12, 13, 14]
+
+
+def test_rows_of_logits_get_the_temperatures_of_their_requests() -> None:
+    """What vLLM's own function does on a GPU: each request's value once for each of its rows, none for one without, in its
+    dtype; 0, which means greedy, becomes 1."""
+    ends = torch.tensor([2, 2, 5, 6], dtype=torch.int32)
+    found = vllm_temperatures.expanded(torch.tensor([0.7, 9.0, 0.0, 1.5]), ends, 6, replace_from=0, replace_to=1)
+    assert found.tolist() == torch.tensor([0.7, 0.7, 1.0, 1.0, 1.0, 1.5]).tolist() and found.dtype == torch.float32
+    assert vllm_temperatures.expanded(torch.tensor([5, 6, 7, 8], dtype=torch.int32), ends, 6).dtype == torch.int32
+
+
+def test_judged_guesses_are_counted() -> None:
+    """In sums since the start, beside what else the scheduler says."""
+    signals = Signals()
+    signals.judged(2, 8, 3)
+    signals.judged(1, 4, 0)
+    assert signals.load(0).drafts == Drafts(made=3, tokens=12, accepted=3) and Signals().load(0).drafts == Drafts()
 
 
 def test_spans_of_pieces_and_of_the_same_version_twice() -> None:
