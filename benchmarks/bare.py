@@ -1,13 +1,13 @@
 """The demo's training without any service: what the services are measured against.
 
-    python -m benchmarks.bare RUN.json OUT.json sync --threads 2
-    python -m benchmarks.bare RUN.json OUT.json two-processes --lag 1
+    python -m benchmarks.bare RUN.json LOG.jsonl sync --threads 2
+    python -m benchmarks.bare RUN.json LOG.jsonl two-processes --lag 1
 
 Same model, warm-up, engine, loss, optimizer and kernels as the services; left out: leases, environments over a seam, scoring as
 a hop, checksums, durability, versions in an object store, restarts. `sync` is one process that generates and trains by turns;
 `two-processes` is a generator and a trainer joined by two pipes, the generator at most `lag` steps behind.
 
-OUT.json gets {"time_unix": [...], "reward_mean": [...]}, one entry a step.
+LOG.jsonl gets a line a step, with time_unix and reward_mean.
 """
 
 from __future__ import annotations
@@ -79,32 +79,28 @@ def learner(run: config.RunFile) -> Learner:
     return made
 
 
-def synchronous(run: config.RunFile, threads: int) -> dict[str, list[float]]:
+def synchronous(run: config.RunFile, threads: int, log: Path) -> None:
     """Generate, train, generate, train, in one process."""
     trained, sampler = learner(run), Sampler(run)
     torch.set_num_threads(threads)
-    out: dict[str, list[float]] = {"time_unix": [], "reward_mean": []}
     for k in range(1, run.run.steps + 1):
         sampler.decoder.load(trained.weights(), policy_pb2.PolicyVersion(number=k, step=k - 1))
         figures = trained.step(sampler.batch(k), k)
-        note(out, figures)
-    return out
+        note(log, figures)
 
 
-def two_processes(run: config.RunFile, lag: int) -> dict[str, list[float]]:
+def two_processes(run: config.RunFile, lag: int, log: Path) -> None:
     """A generator process at most `lag` steps behind the trainer in this one."""
     here, there = multiprocessing.get_context("spawn").Pipe()
     child = multiprocessing.get_context("spawn").Process(target=generate, args=(run, lag, there), daemon=True)
     child.start()
     trained = learner(run)
     here.send((0, [(t.name, t.dtype, t.shape, bytes(t.data)) for t in trained.weights()]))
-    out: dict[str, list[float]] = {"time_unix": [], "reward_mean": []}
     for k in range(1, run.run.steps + 1):
         figures = trained.step(here.recv(), k)
         here.send((k, [(t.name, t.dtype, t.shape, bytes(t.data)) for t in trained.weights()]))
-        note(out, figures)
+        note(log, figures)
     child.join(30)
-    return out
 
 
 def generate(run: config.RunFile, lag: int, pipe: Connection) -> None:
@@ -124,26 +120,27 @@ def generate(run: config.RunFile, lag: int, pipe: Connection) -> None:
         newest, _ = pipe.recv()
 
 
-def note(out: dict[str, list[float]], figures: dict) -> None:
+def note(log: Path, figures: dict) -> None:
     """One step is done."""
-    out["time_unix"].append(time.time())
-    out["reward_mean"].append(figures["reward_mean"])
+    with log.open("a") as file:
+        file.write(json.dumps({"time_unix": time.time(), "reward_mean": figures["reward_mean"]}) + "\n")
 
 
 def main() -> None:
     """See the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_file")
-    parser.add_argument("out", type=Path)
+    parser.add_argument("log", type=Path)
     parser.add_argument("arrangement", choices=["sync", "two-processes"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--lag", type=int, default=1)
     arguments = parser.parse_args()
     run = config.load(arguments.run_file)
     torch.set_num_threads(1)
-    sync = arguments.arrangement == "sync"
-    out = synchronous(run, arguments.threads) if sync else two_processes(run, arguments.lag)
-    arguments.out.write_text(json.dumps(out))
+    if arguments.arrangement == "sync":
+        synchronous(run, arguments.threads, arguments.log)
+    else:
+        two_processes(run, arguments.lag, arguments.log)
 
 
 if __name__ == "__main__":

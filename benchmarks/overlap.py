@@ -1,48 +1,51 @@
 """What asynchrony gains, and what the services cost, on the demo's task.
 
-    python -m benchmarks.overlap --json FILE [--steps 80] [--seeds 3]
+    python -m benchmarks.overlap --json FILE [--rounds 60] [--slice 1.5]
 
-Arms, all with the same kernels (deterministic = false), interleaved seed by seed:
+Arms, all with the same kernels (deterministic = false):
 
     lag 0, lag 1, lag 2     the real thing: five processes and Redis, `slipstream run`, durability as --durability says
     sync 1, sync 2          one process that generates and trains by turns, with one or two threads (benchmarks/bare.py)
     bare lag 1              generator and trainer as two processes and two pipes, without any service (benchmarks/bare.py)
 
-Time of a step: (time of the last step - time of step `SKIP`) / steps between, from each arm's own step log; imports and warm-up
-are outside. Figures are medians over seeds of ratios within a seed.
+All are started, take their imports, warm-up and first steps, and stand still; then they run by turns for a slice each
+(benchmarks/slices.py). A figure is the median, over groups of ten rounds, of ratios within the group, so what else the machine
+does meanwhile weighs on all arms alike.
 
     async_over_lag0         lag 0 / best of lag 1 and lag 2
     async_over_best_sync    best of sync 1 and sync 2 / best of lag 1 and lag 2
     bound                   (wait + train) / max(wait, train) of lag 0, where `wait` is generation with all service time in it:
                             what perfect overlap of these two would give
     service_overhead        lag 1 / bare lag 1 - 1
-    final_reward_*          mean reward of the last ten steps
+    final_reward_*          mean reward of ten steps, the last that all arms have done
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.record import publish
+import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks.record import publish
+from benchmarks.slices import ROOT, Arm, started, step_ms, turn
+
 DEMO = ROOT / "examples" / "sort-digits" / "run.toml"
 SKIP = 10
 WINDOW = 10
+GROUP = 10
+STEPS = 100_000  # nobody gets there
 
 
-def service_arm(folder: Path, steps: int, seed: int, lag: int, durability: str) -> list[dict]:
-    """The step log of a run with all services."""
+def service_arm(folder: Path, seed: int, lag: int, durability: str) -> Arm:
+    """A run with all services."""
     overrides = {
         "run.folder": folder / "run",
-        "run.steps": steps,
+        "run.steps": STEPS,
         "run.seed": seed,
         "run.target_reward": 2.0,
         "schedule.max_lag": lag,
@@ -52,101 +55,74 @@ def service_arm(folder: Path, steps: int, seed: int, lag: int, durability: str) 
     command = [sys.executable, "-m", "slipstream.cli", "run", str(DEMO), "--plain"]
     for name, value in overrides.items():
         command += ["--set", f"{name}={value}"]
-    subprocess.run(command, cwd=ROOT, capture_output=True, timeout=900)
-    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return Arm(f"lag {lag}", command, folder / "run" / "metrics.jsonl")
 
 
-def bare_arm(folder: Path, steps: int, seed: int, *arguments: str) -> list[dict]:
-    """The step log of a loop without services."""
-    resolved = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "slipstream.cli",
-            "run",
-            str(DEMO),
-            "--dry-run",
-            "--set",
-            f"run.steps={steps}",
-            "--set",
-            f"run.seed={seed}",
-            "--set",
-            "schedule.deterministic=false",
-        ],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    (folder / "run.toml").write_text(resolved.stdout)
-    out = folder / "out.json"
-    subprocess.run(
-        [sys.executable, "-m", "benchmarks.bare", str(folder / "run.toml"), str(out), *arguments],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        timeout=900,
-        env={**os.environ, "OMP_WAIT_POLICY": "ACTIVE"},
-    )
-    data = json.loads(out.read_text())
-    return [dict(zip(data, values, strict=True)) for values in zip(*data.values(), strict=True)]
+def bare_arm(name: str, folder: Path, seed: int, *arguments: str) -> Arm:
+    """A loop without services."""
+    command = [sys.executable, "-m", "slipstream.cli", "run", str(DEMO), "--dry-run"]
+    for setting in (f"run.steps={STEPS}", f"run.seed={seed}", "schedule.deterministic=false"):
+        command += ["--set", setting]
+    resolved = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    run_file, log = folder / "run.toml", folder / "steps.jsonl"
+    run_file.write_text(resolved.stdout)
+    bare = [sys.executable, "-m", "benchmarks.bare", str(run_file), str(log), *arguments]
+    return Arm(name, bare, log, OMP_WAIT_POLICY="ACTIVE")
 
 
-ARMS = {
-    "lag 0": lambda folder, a, seed: service_arm(folder, a.steps, seed, 0, a.durability),
-    "lag 1": lambda folder, a, seed: service_arm(folder, a.steps, seed, 1, a.durability),
-    "lag 2": lambda folder, a, seed: service_arm(folder, a.steps, seed, 2, a.durability),
-    "sync 1": lambda folder, a, seed: bare_arm(folder, a.steps, seed, "sync", "--threads", "1"),
-    "sync 2": lambda folder, a, seed: bare_arm(folder, a.steps, seed, "sync", "--threads", "2"),
-    "bare lag 1": lambda folder, a, seed: bare_arm(folder, a.steps, seed, "two-processes", "--lag", "1"),
-}
+def all_arms(folder: Path, seed: int, durability: str) -> list[Arm]:
+    """One of each, in folders of their own."""
+    folders = [folder / str(i) for i in range(6)]
+    for each in folders:
+        each.mkdir()
+    return [
+        *(service_arm(folders[lag], seed, lag, durability) for lag in range(3)),
+        *(bare_arm(f"sync {n}", folders[2 + n], seed, "sync", "--threads", str(n)) for n in (1, 2)),
+        bare_arm("bare lag 1", folders[5], seed, "two-processes", "--lag", "1"),
+    ]
 
 
-def step_ms(log: list[dict]) -> float:
-    """Milliseconds of a step in steady state."""
-    return (log[-1]["time_unix"] - log[SKIP - 1]["time_unix"]) / (len(log) - SKIP) * 1000
-
-
-def reward(log: list[dict]) -> float:
-    """Mean reward of the last steps."""
-    return statistics.fmean(line["reward_mean"] for line in log[-WINDOW:])
+def figures(arms: dict[str, Arm], ms: dict[str, np.ndarray]) -> dict[str, float]:
+    """See the module's text."""
+    fast = np.minimum(ms["lag 1"], ms["lag 2"])
+    logs = {name: arm.log() for name, arm in arms.items()}
+    last = min(map(len, logs.values()))
+    reward = {name: statistics.fmean(line["reward_mean"] for line in log[last - WINDOW : last]) for name, log in logs.items()}
+    waits = logs["lag 0"][SKIP:]
+    wait, train = (statistics.median(line[key] for line in waits) for key in ("wait_s", "step_s"))
+    return {
+        "async_over_lag0": float(np.median(ms["lag 0"] / fast)),
+        "async_over_best_sync": float(np.median(np.minimum(ms["sync 1"], ms["sync 2"]) / fast)),
+        "bound": (wait + train) / max(wait, train),
+        "service_overhead": float(np.median(ms["lag 1"] / ms["bare lag 1"])) - 1,
+        "final_reward_async": reward["lag 1"],
+        "final_reward_sync": reward["sync 1"],
+        "reward_at_step": last,
+    }
 
 
 def main() -> None:
     """See the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=60, help="slices of each arm, a multiple of ten")
+    parser.add_argument("--slice", type=float, default=1.5, help="seconds")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--durability", default="always", choices=["always", "everysec", "memory"])
     parser.add_argument("--json", default="")
-    arguments = parser.parse_args()
-    logs: dict[tuple[str, int], list[dict]] = {}
-    for seed in range(arguments.seeds):
-        for name, arm in ARMS.items():
-            with tempfile.TemporaryDirectory() as folder:
-                log = logs[name, seed] = arm(Path(folder), arguments, seed)
-            print(f"seed {seed}  {name:10}  {step_ms(log):7.1f} ms/step  reward {reward(log):.2f}", flush=True)
-    seeds = range(arguments.seeds)
-    ms = {key: step_ms(log) for key, log in logs.items()}
-    fast = {s: min(ms["lag 1", s], ms["lag 2", s]) for s in seeds}
-    waits = [logs["lag 0", s][SKIP:] for s in seeds]
-    parts = [(statistics.fmean(x["wait_s"] for x in w), statistics.fmean(x["step_s"] for x in w)) for w in waits]
-    figures = {
-        "async_over_lag0": statistics.median(ms["lag 0", s] / fast[s] for s in seeds),
-        "async_over_best_sync": statistics.median(min(ms["sync 1", s], ms["sync 2", s]) / fast[s] for s in seeds),
-        "bound": statistics.median((w + t) / max(w, t) for w, t in parts),
-        "service_overhead": statistics.median(ms["lag 1", s] / ms["bare lag 1", s] - 1 for s in seeds),
-        "final_reward_async": statistics.fmean(reward(logs["lag 1", s]) for s in seeds),
-        "final_reward_sync": statistics.fmean(reward(logs["sync 1", s]) for s in seeds),
-        "steps": arguments.steps,
-        "seeds": arguments.seeds,
-        "durability": arguments.durability,
-    }
-    rows = [
-        [name, *(f"{ms[name, s]:.0f}" for s in seeds), f"{statistics.fmean(reward(logs[name, s]) for s in seeds):.2f}"]
-        for name in ARMS
-    ]
-    publish("ms per step", ["arm", *(f"seed {s}" for s in seeds), "final reward"], rows, figures, arguments.json)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        arms = all_arms(Path(folder), asked.seed, asked.durability)
+        with started(arms, SKIP):
+            for done in range(1, asked.rounds + 1):
+                turn(arms, asked.slice)
+                if done % GROUP == 0:
+                    now = step_ms(arms, GROUP, GROUP)
+                    print("  ".join(f"{name} {value[0]:.0f}" for name, value in now.items()), "ms a step", flush=True)
+        ms = step_ms(arms, asked.rounds, GROUP)
+        told = figures({arm.name: arm for arm in arms}, ms)
+    rows = [[name, f"{np.median(values):.0f}", f"{values.min():.0f}", f"{values.max():.0f}"] for name, values in ms.items()]
+    conditions = {"rounds": asked.rounds, "slice_s": asked.slice, "durability": asked.durability}
+    publish("ms per step", ["arm", "median", "least", "most"], rows, told | conditions, asked.json)
 
 
 if __name__ == "__main__":
