@@ -8,6 +8,7 @@ Example, a prompt of 5 tokens and an answer of 3, all sampled by the version of 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -44,6 +45,9 @@ class Span:
     step: int
     incarnation: int
     length: int
+
+
+_span = functools.lru_cache(1024)(Span)  # samples share theirs with many others
 
 
 @dataclass(slots=True)
@@ -130,8 +134,8 @@ def array(wire: tensor_pb2.Tensor, name: str = "tensor") -> np.ndarray:
     if (dtype := _DTYPES.get(wire.dtype)) is None:
         raise InvalidInput(f"{name}: dtype {wire.dtype} is unknown", "DTYPE", field=name, value=wire.dtype)
     try:
-        flat, shape = np.frombuffer(wire.data, dtype), tuple(wire.shape)
-        return flat if flat.shape == shape else flat.reshape(shape)
+        flat, shape = np.frombuffer(wire.data, dtype), wire.shape[:]
+        return flat if shape == [len(flat)] else flat.reshape(shape)
     except ValueError:
         raise InvalidInput(
             f"{name}: {len(wire.data)} bytes of {dtype} do not have shape {list(wire.shape)}", "SHAPE", field=name
@@ -234,14 +238,16 @@ def reward_of(score: sample_pb2.Score) -> float:
 def _segment(wire: sample_pb2.Segment, i: int) -> Segment:
     place = f"segments[{i}]"
     routes = reference = None
-    if wire.HasField("routes") and wire.routes.WhichOneof("source") == "object":
-        reference = wire.routes
-    elif wire.HasField("routes"):
-        routes = array(
-            tensor_pb2.Tensor(dtype=wire.routes.dtype, shape=wire.routes.shape, data=wire.routes.data), f"{place}.routes"
-        )
-    spans = tuple(Span(v.version, v.step, v.incarnation, v.length) for v in wire.versions)
-    flags = b"".join([_FLAGS[n & 1] * length for n, length in enumerate(wire.loss_mask_runs)])
+    if wire.HasField("routes"):
+        if wire.routes.WhichOneof("source") == "object":
+            reference = wire.routes
+        else:
+            routes = array(
+                tensor_pb2.Tensor(dtype=wire.routes.dtype, shape=wire.routes.shape, data=wire.routes.data), f"{place}.routes"
+            )
+    # Slices: to walk through a repeated field itself takes twice as long.
+    spans = tuple([_span(v.version, v.step, v.incarnation, v.length) for v in wire.versions[:]])
+    flags = b"".join([_FLAGS[n & 1] * length for n, length in enumerate(wire.loss_mask_runs[:])])
     return Segment(
         array(wire.tokens, f"{place}.tokens"),
         np.frombuffer(flags, bool),
@@ -251,7 +257,7 @@ def _segment(wire: sample_pb2.Segment, i: int) -> Segment:
         reference,
         wire.parent if wire.HasField("parent") else None,
         wire.fork_point,
-        tuple((t.turn, t.length) for t in wire.turns),
+        tuple((t.turn, t.length) for t in wire.turns) if wire.turns else (),
     )
 
 

@@ -38,6 +38,7 @@ INLINE_BYTES = 1 << 20  # bodies of a batch that may come with its composition: 
 FETCHES = 16  # objects read at a time
 
 Key = tuple[int, int, int]
+_REWARD = struct.Struct("<dq")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +145,11 @@ def assemble(batch: batches_pb2.Batch, bodies: dict[Key, bytes], credit: str = "
         members = []
         for member in wire.members:
             key = _key(member.sample)
-            place = f"batch {batch.batch}: body of draw {key[1]}, sample {key[2]}"
             if (body := bodies.get(key)) is None:
-                raise InvalidInput(f"{place} is missing from the batch log {batch.log_key}", "BODY_MISSING", batch=batch.batch)
+                raise _unusable(batch, key, f"is missing from the batch log {batch.log_key}", "BODY_MISSING")
             crc = crc32c(body)
             if member.HasField("body") and crc != member.body.crc32c:
-                raise InvalidInput(f"{place} is not the one that was recorded", "BODY_CHECKSUM", batch=batch.batch)
+                raise _unusable(batch, key, "is not the one that was recorded", "BODY_CHECKSUM")
             sample = decode(body)
             reward, rewards, failure = placed(member.score, sample, credit)
             if failure:
@@ -164,6 +164,10 @@ def assemble(batch: batches_pb2.Batch, bodies: dict[Key, bytes], credit: str = "
         drops[drop.reason] = drops.get(drop.reason, 0) + 1
     means = {name: sum(values) / len(values) for name, values in sorted(components.items())}
     return TrainingBatch(batch.batch, groups, audit, batch.ledger_sequence, drops, means, dict(failures))
+
+
+def _unusable(batch: batches_pb2.Batch, key: Key, why: str, reason: str) -> InvalidInput:
+    return InvalidInput(f"batch {batch.batch}: body of draw {key[1]}, sample {key[2]} {why}", reason, batch=batch.batch)
 
 
 def placed(score: sample_pb2.Score, sample: Sample, credit: str) -> tuple[float, np.ndarray | None, str]:
@@ -236,10 +240,13 @@ async def read_routes(store: ObjectStore, wanted: Sequence[tuple[sample_pb2.Rout
 
 def trained_crc32c(member: Member, mask_below_step: int) -> int:
     """Checksum of the arrays that enter the loss: equal in a replay, whatever the bodies went through."""
-    arrays = [a.tobytes() for s in member.sample.segments for a in (s.tokens, s.loss_mask, s.logprobs)]
+    arrays: list[bytes] = []
+    for s in member.sample.segments:
+        arrays += s.tokens.tobytes(), s.loss_mask.tobytes(), s.logprobs.tobytes()
     if member.rewards is not None:
         arrays.append(member.rewards.tobytes())
-    return crc32c(b"".join((*arrays, struct.pack("<dq", member.reward, mask_below_step))))
+    arrays.append(_REWARD.pack(member.reward, mask_below_step))
+    return crc32c(b"".join(arrays))
 
 
 def _key(sample: sample_pb2.SampleId) -> Key:

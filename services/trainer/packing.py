@@ -42,7 +42,7 @@ def _none() -> np.ndarray:
     return np.zeros(0, np.int64)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # one a sample: frozen, it would take three times as long to make
 class Member:
     """A finished sample of a group and its reward. `rewards`, when there are some, say which tokens it is for."""
 
