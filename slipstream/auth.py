@@ -212,4 +212,4 @@ class RoleGuard:
 
     def _charge(self, caller: Caller, response: Any) -> None:
         if caller.name:
-            self._quotas.charge(caller.name, response.ByteSize())
+            self._quotas.charge(caller.name, len(response) if isinstance(response, bytes) else response.ByteSize())

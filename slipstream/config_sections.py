@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class Section(BaseModel):
@@ -270,6 +270,18 @@ class Near(Section):
     cache_bytes: PositiveInt = Field(default=64 << 30, description="Most bytes in that folder; what is used least goes first.")
     server: str = Field(default="", description="host:port of a weight server (python -m services.weights); empty = none.")
     server_bytes: PositiveInt = Field(default=8 << 30, description="Most bytes that a weight server holds in memory.")
+    peers: tuple[str, ...] = Field(
+        default=(), description="host:port of the run's rollout workers, which serve versions to each other; a name stands for "
+        "all of its addresses, looked up every 5 s. Empty = none.")
+    peer_bytes: PositiveInt = Field(default=1 << 30, description="Most bytes that a worker keeps in memory for others.")
+
+    @field_validator("peers")
+    @classmethod
+    def _addresses(cls, peers: tuple[str, ...]) -> tuple[str, ...]:
+        for entry in peers:
+            if not entry.rpartition(":")[0] or not entry.rpartition(":")[2].isdigit():
+                raise ValueError(f"{entry!r} is not host:port: name the port of the workers' gRPC servers, such as 50051")
+        return peers
 
 
 class Objects(Section):

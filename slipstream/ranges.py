@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, runtime_checkable
 
@@ -69,6 +70,14 @@ class RangeReader(Protocol):
 
     async def read_range(self, wanted: Range) -> tuple[bytes, int | None]:
         """The bytes, and the index of the first span that is wrong even in the object store; None when all are right."""
+        ...
+
+    def portion(self, most: int) -> int:
+        """Most bytes of neighbours to ask for as one range, where an object store would be asked for `most`."""
+        ...
+
+    async def arranged(self, ranges: Sequence[Range]) -> Sequence[int]:
+        """In which order to ask for several: their indices."""
         ...
 
 

@@ -93,21 +93,23 @@ def seconds(value: duration_pb2.Duration) -> float:
 
 def channel(
     address: str, role: str = "", secret: bytes = b"", credentials: Credentials | None = None, peer: str = "buffer",
-    insecure: bool = False,
+    insecure: bool = False, connect_s: float = 0.1,
 ) -> grpc.aio.Channel:
     """A channel to host:port or unix:path that proves who calls by `credentials` (or by a role and a fixed secret).
 
     With certificates the server has to be of role `peer`, wherever it is, and renewed certificates are used from the next call
-    on. Raises ConfigError for plaintext to an address that is not loopback, unless it is meant to be `insecure`.
+    on. `connect_s`: least time that a try to connect has before calls fail. Raises ConfigError for plaintext to an address that
+    is not loopback, unless it is meant to be `insecure`.
     """
     found = credentials or fixed(secret, role)
-    made = _channel(address, found, peer, insecure)
+    made = _channel(address, found, peer, insecure, int(connect_s * 1000))
     return TokenChannel(made, found.metadata) if found.metadata() else made
 
 
-def _channel(address: str, found: Credentials, peer: str, insecure: bool) -> grpc.aio.Channel:
+def _channel(address: str, found: Credentials, peer: str, insecure: bool, connect_ms: int) -> grpc.aio.Channel:
     """`channel` without tokens."""
-    named = [*CLIENT_OPTIONS, ("grpc.ssl_target_name_override", tls.server_name(peer))]
+    options = [(name, connect_ms if name == "grpc.min_reconnect_backoff_ms" else value) for name, value in CLIENT_OPTIONS]
+    named = [*options, ("grpc.ssl_target_name_override", tls.server_name(peer))]
     if found.certificates is not None:
         return RenewingChannel(
             found.certificates, lambda pems: grpc.aio.secure_channel(address, tls.channel_credentials(pems), named))
@@ -116,7 +118,7 @@ def _channel(address: str, found: Credentials, peer: str, insecure: bool) -> grp
     if not insecure and not is_loopback(address):
         raise ConfigError(
             f"{address} is not loopback and would be plaintext: set security.tls_dir (--tls-dir) to a folder with certificates")
-    return grpc.aio.insecure_channel(address, CLIENT_OPTIONS)
+    return grpc.aio.insecure_channel(address, options)
 
 
 async def call(method: Callable[..., Awaitable[T]], request: Any, timeout_s: float) -> T:

@@ -177,9 +177,13 @@ class RolloutMetrics(_Group):
         self.swap_seconds = self._histogram("swap_seconds", "Time without decoding because of a swap.")
         self.fetch_seconds = self._histogram("fetch_seconds", "Time to fetch and verify a policy version, beside decoding.")
         self.weight_reads = self._counter(
-            "weight_reads", "Byte ranges of versions asked of the node's cache, the weight server, the object store.", "place",
+            "weight_reads", "Byte ranges of versions asked of node (its cache), peer, server (of weights), store.", "place",
             "outcome")
         self.weight_bytes = self._counter("weight_bytes", "Bytes of versions that came from there.", "place")
+        self.peer_reads = self._counter(
+            "peer_reads", "Byte ranges that other workers asked for: hit, joined (being read already), miss, absent, refused.",
+            "outcome")
+        self.peer_bytes = self._counter("peer_bytes", "Bytes of versions sent to other workers.")
         self.loaded_step = self._gauge("loaded_step", "Step of the loaded policy version.")
         self.policy_version = self._gauge("policy_version", "Number of the loaded policy version.")
         self.episodes = self._counter("episodes", "Episodes ended: submitted, outdated, failed, handed_back.", "outcome")

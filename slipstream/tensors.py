@@ -15,7 +15,7 @@ from typing import Any
 
 from slipstream.errors import InvalidInput, OutOfRange
 from slipstream.objects import Piece
-from slipstream.ranges import Range, Source, Span, read
+from slipstream.ranges import Range, RangeReader, Source, Span, read
 from slipstream.ranges import checksum as checksum  # also known from here: of tensors
 
 # Bytes per element, by safetensors' spelling.
@@ -62,7 +62,9 @@ async def read_entries(store: Source, entries: Sequence[TensorEntry], what: str)
 
     Raises NotFound when an object is missing, InvalidInput (TENSOR_CHECKSUM, TENSOR_RANGE) when bytes are wrong.
     """
-    readers = asyncio.Semaphore(READERS)
+    readers, near = asyncio.Semaphore(READERS), store if isinstance(store, RangeReader) else None
+    ranges = _ranges(entries, near.portion(READ_BYTES) if near else READ_BYTES)
+    order = await near.arranged([range_of(some) for some in ranges]) if near else range(len(ranges))
 
     async def fetch(some: list[TensorEntry]) -> list[RawTensor]:
         async with readers:
@@ -77,8 +79,8 @@ async def read_entries(store: Source, entries: Sequence[TensorEntry], what: str)
                     "TENSOR_CHECKSUM", key=e.key, tensor=e.name)
             return _cut(some, memoryview(data))
 
-    parts = await asyncio.gather(*(fetch(some) for some in _ranges(entries)))
-    return [tensor for part in parts for tensor in part]
+    parts = dict(zip(order, await asyncio.gather(*(fetch(ranges[n]) for n in order)), strict=True))
+    return [tensor for n in range(len(ranges)) for tensor in parts[n]]
 
 
 def layout(
@@ -117,13 +119,13 @@ def layout(
     return header, ordered, entries
 
 
-def _ranges(tensors: Sequence[TensorEntry]) -> list[list[TensorEntry]]:
-    """Neighbours in one object, joined up to READ_BYTES."""
+def _ranges(tensors: Sequence[TensorEntry], most: int) -> list[list[TensorEntry]]:
+    """Neighbours in one object, joined up to `most` bytes."""
     ranges: list[list[TensorEntry]] = []
     for t in tensors:
         last = ranges[-1][-1] if ranges else None
         joined = last is not None and last.key == t.key and last.offset + last.size == t.offset
-        if joined and t.offset + t.size - ranges[-1][0].offset <= READ_BYTES:
+        if joined and t.offset + t.size - ranges[-1][0].offset <= most:
             ranges[-1].append(t)
         else:
             ranges.append([t])

@@ -152,14 +152,14 @@ def slow_store(monkeypatch: pytest.MonkeyPatch, buffer: ScriptedBuffer) -> None:
 
 
 @contextlib.asynccontextmanager
-async def service(run: config.RunFile, buffer: ScriptedBuffer):
+async def service(run: config.RunFile, buffer: ScriptedBuffer, port: int = 0):
     """The rollout service in this process, stopped in stages at the end; yields its context."""
     registrations = [
         (samples_pb2_grpc.add_SampleServiceServicer_to_server, buffer),
         (policy_pb2_grpc.add_PolicyServiceServicer_to_server, buffer)]
     async with rpc.Server("127.0.0.1", 0, registrations, grace_s=0) as server:
         lifecycle = Lifecycle(SystemClock(), 20)
-        arguments = ServiceArguments(run, "rollout", "rollout-0", server.address)
+        arguments = ServiceArguments(run, "rollout", "rollout-0", server.address, port=port)
         async with open_context(arguments, lifecycle, lifecycle.clock) as context:
             await start(context)
             running = asyncio.create_task(lifecycle.run())

@@ -63,8 +63,10 @@ class Member:
     def __init__(self, context: ServiceContext, leader: str, node: int, part: Part) -> None:
         self._context, self._node, self._part = context, node, part
         self._source = nearest(context, RolloutMetrics(context.registry))
+        self.serving: list[rpc.Registration] = []  # what other workers ask of this one
         if isinstance(self._source, Near):
-            context.lifecycle.on_stop(CLOSE, self._source.close, "weight server")
+            context.lifecycle.on_stop(CLOSE, self._source.close, "places of versions")
+            self.serving = self._source.serving
         self._channel = rpc.channel(leader, credentials=context.credentials, peer="rollout")
         context.lifecycle.on_stop(CLOSE, self._channel.close, "leader")
         self._stub = GroupServiceStub(self._channel)
@@ -123,7 +125,7 @@ class Member:
 async def start(context: ServiceContext, leader: str, node: int, part: Part) -> None:
     """Serve health and status, follow the leader."""
     member = Member(context, leader, node, part)
-    await context.serve([])
+    await context.serve(member.serving)
     context.lifecycle.on_stop(CLOSE, part.stop, "engine")
     context.lifecycle.spawn("orders", member.follow())
     context.lifecycle.spawn("engine", member.watch())

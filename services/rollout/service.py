@@ -62,7 +62,7 @@ async def start(context: ServiceContext) -> None:
     engine = _sharing(context, engine_of(run, metrics.decode_seconds.observe, group))
     worker = RolloutWorker(context, engine, environments, metrics)
     serving: list[rpc.Registration] = [
-        (rollout_pb2_grpc.add_RolloutServiceServicer_to_server, RolloutServicer(engine, worker))]
+        (rollout_pb2_grpc.add_RolloutServiceServicer_to_server, RolloutServicer(engine, worker)), *worker.weights.serving]
     if group is not None:
         serving.append((group_pb2_grpc.add_GroupServiceServicer_to_server, group))
         context.lifecycle.spawn("group", group.watch())
@@ -82,7 +82,7 @@ def engine_of(
     Raises ConfigError when packages are missing.
     """
     if run.rollout.engine == "vllm":
-        _need(run, "vllm")
+        _need(run, "vllm", *(("arctic_inference",) if run.rollout.speculation.method == "suffix" else ()))
         from services.rollout.vllm_engine import VllmEngine
 
         return VllmEngine(run, observe, group)

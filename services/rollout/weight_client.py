@@ -7,7 +7,6 @@ unblocked by  the piece; the end of that time
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import grpc
 
@@ -15,13 +14,37 @@ from slipstream import rpc
 from slipstream.auth_credentials import Credentials
 from slipstream.errors import SlipstreamError, Unavailable, from_rpc_error
 from slipstream.lifecycle import Clock
-from slipstream.protos.weights.v1 import weights_pb2 as pb
+from slipstream.range_calls import reading, request_of
 from slipstream.ranges import Range
 
-METHOD = "/slipstream.weights.v1.WeightService/ReadRange"
 STALL_S = 5.0
 STORE_BYTES_S = 32 << 20  # a store that is slower than this is read without the server
 PAUSE_S, PAUSE_MOST_S = 1.0, 60.0
+MOST_BYTES = 1 << 30  # of an object whose size nobody knows
+
+
+class Rest:
+    """How long somebody who failed is left alone: PAUSE_S, doubled with each failure in a row up to PAUSE_MOST_S."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._failures = 0
+        self._again = 0.0
+
+    @property
+    def over(self) -> bool:
+        """Whether to ask again."""
+        return self._clock.monotonic() >= self._again
+
+    def begin(self, seconds: float | None = None) -> None:
+        """After a failure; `seconds` instead of the pause that is due."""
+        self._failures += 1
+        pause_s = min(PAUSE_S * 2 ** min(self._failures - 1, 16), PAUSE_MOST_S) if seconds is None else seconds
+        self._again = self._clock.monotonic() + pause_s
+
+    def end(self) -> None:
+        """After a success."""
+        self._failures = 0
 
 
 class WeightClient:
@@ -29,68 +52,52 @@ class WeightClient:
 
     def __init__(self, address: str, credentials: Credentials, clock: Clock) -> None:
         """Raises ConfigError for plaintext to an address that is not loopback."""
-        self._address, self._clock = address, clock
+        self._address = address
         self._channel = rpc.channel(address, credentials=credentials, peer="buffer")
-        self._read: Any = self._channel.unary_stream(
-            METHOD, request_serializer=pb.ReadRangeRequest.SerializeToString, response_deserializer=_data)
-        self._failures = 0
-        self._again = 0.0
+        self._read = reading(self._channel)
+        self._rest = Rest(clock)
 
     @property
     def resting(self) -> bool:
         """Whether a failure was so recent that nobody should ask."""
-        return self._clock.monotonic() < self._again
+        return not self._rest.over
 
     async def read(self, wanted: Range) -> bytes:
         """The bytes of a range, unchecked. Raises SlipstreamError."""
         try:
-            data = await self._pieces(wanted)
+            first_s = STALL_S + (wanted.size or 0) / STORE_BYTES_S
+            data = await received(self._read(request_of(wanted)), wanted, first_s, STALL_S, f"weight server {self._address}")
         except Unavailable:
-            self._failures += 1
-            self._again = self._clock.monotonic() + min(PAUSE_S * 2 ** (self._failures - 1), PAUSE_MOST_S)
+            self._rest.begin()
             raise
-        self._failures = 0
+        self._rest.end()
         return data
 
     async def close(self) -> None:
         await self._channel.close()
 
-    async def _pieces(self, wanted: Range) -> bytes:
-        request = pb.ReadRangeRequest(key=wanted.key, offset=wanted.offset, size=wanted.size or 0)
-        for span in (s for s in wanted.spans if s.size != 0 and s.crc32c is not None):
-            request.checks.add(offset=span.offset, size=span.size or 0, crc32c=span.crc32c)
-        call: grpc.aio.UnaryStreamCall[Any, memoryview] = self._read(request)
-        pieces: list[memoryview] = []
-        patience_s = STALL_S + (wanted.size or 0) / STORE_BYTES_S
-        try:
-            while True:
-                async with asyncio.timeout(patience_s):
-                    piece = await call.read()
-                if not isinstance(piece, memoryview):  # grpc.aio.EOF
-                    return b"".join(pieces)
-                pieces.append(piece)
-                patience_s = STALL_S
-        except TimeoutError:
-            raise Unavailable(f"weight server {self._address}: nothing for {patience_s:.0f} s", "STALLED") from None
-        except grpc.aio.AioRpcError as error:
-            found = from_rpc_error(error)
-            raise found if isinstance(found, SlipstreamError) else Unavailable(str(error)) from None
-        finally:
-            call.cancel()
 
-
-def _data(message: bytes) -> memoryview:
-    """ReadRangeResponse.data without a copy. A parse copies it; its only field begins with a tag and a size."""
-    if not message:
-        return memoryview(b"")
-    if message[0] != 0x0A:
-        return memoryview(pb.ReadRangeResponse.FromString(message).data)
-    size = shift = 0
-    for position in range(1, len(message)):
-        size |= (message[position] & 0x7F) << shift
-        if message[position] < 0x80:
-            if position + 1 + size == len(message):
-                return memoryview(message)[position + 1 :]
-            break
-        shift += 7
-    return memoryview(pb.ReadRangeResponse.FromString(message).data)
+async def received(
+    call: grpc.aio.UnaryStreamCall[object, memoryview], wanted: Range, first_s: float, next_s: float, who: str,
+) -> bytes:
+    """The joined pieces of an answer; each comes within its time after the one before, more than was asked for is not waited
+    for. Raises SlipstreamError: Unavailable (STALLED) for a silence, the server's errors."""
+    pieces: list[memoryview] = []
+    size, patience_s, most = 0, first_s, MOST_BYTES if wanted.size is None else wanted.size
+    try:
+        while size <= most:
+            async with asyncio.timeout(patience_s):
+                piece = await call.read()
+            if not isinstance(piece, memoryview):  # grpc.aio.EOF
+                break
+            pieces.append(piece)
+            size += len(piece)
+            patience_s = next_s
+        return b"".join(pieces)
+    except TimeoutError:
+        raise Unavailable(f"{who}: nothing for {patience_s:.1f} s", "STALLED") from None
+    except grpc.aio.AioRpcError as error:
+        found = from_rpc_error(error)
+        raise found if isinstance(found, SlipstreamError) else Unavailable(str(error)) from None
+    finally:
+        call.cancel()

@@ -52,8 +52,10 @@ class Weights:
         self._before_swap, self._changed = before_swap, changed
         self._policy = PolicyServiceStub(context.channel)
         self._source = nearest(context, metrics)
+        self.serving: list[rpc.Registration] = []  # what other workers ask of this one
         if isinstance(self._source, Near):
-            context.lifecycle.on_stop(CLOSE, self._source.close, "weight server")
+            context.lifecycle.on_stop(CLOSE, self._source.close, "places of versions")
+            self.serving = self._source.serving
         self._pinned = context.run.schedule.pinned
         self._news = asyncio.Event()
         self.newest: PolicyVersion | None = None

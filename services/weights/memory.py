@@ -15,14 +15,11 @@ from collections import OrderedDict
 
 from slipstream.errors import Exhausted, InvalidInput, Unavailable
 from slipstream.objects import ObjectStore
+from slipstream.range_calls import PREFIXES, Frames
+from slipstream.range_calls import frames as framed
 from slipstream.ranges import Range
 from slipstream.telemetry import WeightServerMetrics
 
-FRAME_BYTES = 1 << 20
-PREFIXES = ("versions/", "bases/", "files/")  # what is written once
-_TAG = b"\x0a"  # ReadRangeResponse.data = 1, length-delimited
-
-Frames = tuple[bytes, ...]
 Place = tuple[str, int, int]
 
 
@@ -75,7 +72,7 @@ class RangeMemory:
             if await wanted.judge(data) is not None:
                 self._metrics.reads.labels("damaged").inc()
                 raise Unavailable(f"{wanted.key}: the object store gave other bytes than were published", "DAMAGED")
-            frames = _framed(data)
+            frames = framed(data)
         finally:
             self._reserved -= room
         size = sum(map(len, frames))
@@ -102,19 +99,3 @@ class RangeMemory:
     def _add(self, size: int) -> None:
         self._bytes += size
         self._metrics.bytes.set(self._bytes)
-
-
-def _framed(data: bytes) -> Frames:
-    """The bytes as serialized messages of FRAME_BYTES each; one empty message for an empty range."""
-    view = memoryview(data)
-    return tuple(_frame(view[start : start + FRAME_BYTES]) for start in range(0, max(1, len(view)), FRAME_BYTES))
-
-
-def _frame(part: memoryview) -> bytes:
-    size, varint = len(part), bytearray()
-    while size >= 0x80:
-        varint.append(size & 0x7F | 0x80)
-        size >>= 7
-    return b"".join((_TAG, bytes((*varint, size)), part))
-
-

@@ -9,16 +9,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc
-
 from services.weights.memory import RangeMemory
 from slipstream.lifecycle import CLOSE
 from slipstream.protos.weights.v1 import weights_pb2 as pb
-from slipstream.ranges import Range, Span
+from slipstream.range_calls import add_weight_service, range_of
 from slipstream.service import ServiceContext
 from slipstream.telemetry import WeightServerMetrics
-
-SERVICE, METHOD = "slipstream.weights.v1.WeightService", "ReadRange"
 
 
 class WeightServicer:
@@ -29,18 +25,9 @@ class WeightServicer:
         self._memory, self._metrics = memory, metrics
 
     async def ReadRange(self, request: pb.ReadRangeRequest, context: Any) -> AsyncIterator[bytes]:
-        spans = tuple(Span(c.offset, c.size or None, c.crc32c) for c in request.checks)
-        wanted = Range(request.key, request.offset, request.size or None, spans)
-        for frame in await self._memory.frames(wanted):
+        for frame in await self._memory.frames(range_of(request)):
             yield frame
             self._metrics.sent_bytes.inc(len(frame))
-
-
-def add_weight_service(servicer: WeightServicer, server: Any) -> None:
-    """As the generated function of the same purpose, for answers that are serialized."""
-    handler = grpc.unary_stream_rpc_method_handler(
-        servicer.ReadRange, request_deserializer=pb.ReadRangeRequest.FromString, response_serializer=bytes)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
 
 
 async def start(context: ServiceContext) -> None:

@@ -35,7 +35,7 @@ FULL = {
                "weightServer.enabled=true"),
     "reward": ("autoscaling.enabled=true", "auth.secretName=tokens", "metrics.podMonitor.enabled=true"),
     "rollout": ("autoscaling.enabled=true", "autoscaling.kvShare=0.8", "spot.preferred=true", "spot.onDemandReplicas=2",
-                "nodes=2", "prepull.enabled=true", "prepull.tag=next"),
+                "nodes=2", "prepull.enabled=true", "prepull.tag=next", "peers.enabled=true"),
     "trainer": ("nodes=2", "processesPerNode=8", "gpus=8", "efa=16", "hugepages=5120Mi", "sameZone=true", "kueue.queueName=q",
                 "kueue.priorityClass=high"),
     "environment": ("autoscaling.enabled=true", "arguments.digits=4"),

@@ -28,6 +28,7 @@ from slipstream.lifecycle import SystemClock
 from slipstream.manifest import Held, RawTensor, read_manifest, read_tensors, write_version
 from slipstream.objects import FileStore
 from slipstream.protos.types.v1.policy_pb2 import PolicyVersion
+from slipstream.protos.weights.v1 import weights_pb2 as pb
 from slipstream.ranges import Range, Span, checksum
 from slipstream.telemetry import RolloutMetrics, WeightServerMetrics
 from tests.unit.test_version_patches import _weights as patched_weights
@@ -341,11 +342,11 @@ class LyingServer:
         if self._lie == "break":
             raise Unavailable("gone in the middle")
         data = {"flip": data[:-1] + bytes([data[-1] ^ 1]), "cut": data[:-1], "nothing": b""}[self._lie]
-        yield weight_client.pb.ReadRangeResponse(data=data).SerializeToString()
+        yield pb.ReadRangeResponse(data=data).SerializeToString()
 
     def add(self, _: object, server: Any) -> None:
         handler = grpc.unary_stream_rpc_method_handler(
-            self.ReadRange, request_deserializer=weight_client.pb.ReadRangeRequest.FromString, response_serializer=bytes)
+            self.ReadRange, request_deserializer=pb.ReadRangeRequest.FromString, response_serializer=bytes)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(
             "slipstream.weights.v1.WeightService", {"ReadRange": handler}),))
 

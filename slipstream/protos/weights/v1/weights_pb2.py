@@ -24,19 +24,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#slipstream/weights/v1/weights.proto\x12\x15slipstream.weights.v1\"p\n\x10ReadRangeRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04size\x18\x03 \x01(\x04\x12\x31\n\x06\x63hecks\x18\x04 \x03(\x0b\x32!.slipstream.weights.v1.RangeCheck\":\n\nRangeCheck\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0c\n\x04size\x18\x02 \x01(\x04\x12\x0e\n\x06\x63rc32c\x18\x03 \x01(\x07\"!\n\x11ReadRangeResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x32q\n\rWeightService\x12`\n\tReadRange\x12\'.slipstream.weights.v1.ReadRangeRequest\x1a(.slipstream.weights.v1.ReadRangeResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#slipstream/weights/v1/weights.proto\x12\x15slipstream.weights.v1\"\x8b\x01\n\x10ReadRangeRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04size\x18\x03 \x01(\x04\x12\x31\n\x06\x63hecks\x18\x04 \x03(\x0b\x32!.slipstream.weights.v1.RangeCheck\x12\x0b\n\x03run\x18\x05 \x01(\t\x12\x0c\n\x04held\x18\x06 \x01(\x08\":\n\nRangeCheck\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0c\n\x04size\x18\x02 \x01(\x04\x12\x0e\n\x06\x63rc32c\x18\x03 \x01(\x07\"!\n\x11ReadRangeResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x32q\n\rWeightService\x12`\n\tReadRange\x12\'.slipstream.weights.v1.ReadRangeRequest\x1a(.slipstream.weights.v1.ReadRangeResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'slipstream.weights.v1.weights_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_READRANGEREQUEST']._serialized_start=62
-  _globals['_READRANGEREQUEST']._serialized_end=174
-  _globals['_RANGECHECK']._serialized_start=176
-  _globals['_RANGECHECK']._serialized_end=234
-  _globals['_READRANGERESPONSE']._serialized_start=236
-  _globals['_READRANGERESPONSE']._serialized_end=269
-  _globals['_WEIGHTSERVICE']._serialized_start=271
-  _globals['_WEIGHTSERVICE']._serialized_end=384
+  _globals['_READRANGEREQUEST']._serialized_start=63
+  _globals['_READRANGEREQUEST']._serialized_end=202
+  _globals['_RANGECHECK']._serialized_start=204
+  _globals['_RANGECHECK']._serialized_end=262
+  _globals['_READRANGERESPONSE']._serialized_start=264
+  _globals['_READRANGERESPONSE']._serialized_end=297
+  _globals['_WEIGHTSERVICE']._serialized_start=299
+  _globals['_WEIGHTSERVICE']._serialized_end=412
 # @@protoc_insertion_point(module_scope)

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class WeightServiceStub:
-    """Byte ranges of policy versions from memory, so that many readers cost the object store one read. Holds no state: whoever gets
-    no answer here reads the store.
+    """Byte ranges of policy versions from memory, so that many readers cost the object store one read. Served by the weight server, and
+    by rollout workers to each other. Holds no state: whoever gets no answer here reads the store.
     """
 
     def __init__(self, channel):
@@ -44,8 +44,8 @@ class WeightServiceStub:
 
 
 class WeightServiceServicer:
-    """Byte ranges of policy versions from memory, so that many readers cost the object store one read. Holds no state: whoever gets
-    no answer here reads the store.
+    """Byte ranges of policy versions from memory, so that many readers cost the object store one read. Served by the weight server, and
+    by rollout workers to each other. Holds no state: whoever gets no answer here reads the store.
     """
 
     def ReadRange(self, request, context):
@@ -53,6 +53,8 @@ class WeightServiceServicer:
         Precondition: the key is below versions/, bases/ or files/: what never changes once it is there.
         Errors: INVALID_ARGUMENT (another key), NOT_FOUND, OUT_OF_RANGE (the object is shorter), RESOURCE_EXHAUSTED (no room for a
         range of this size now), UNAVAILABLE (the store cannot be reached, or holds other bytes than `checks` say).
+        Of a worker, too: NOT_FOUND with reason RUN (it works for another run) or HELD (it does not hold the range, and `held` is set),
+        INVALID_ARGUMENT with reason CHECKS (`checks` leave bytes out), UNAVAILABLE with reason DRAINING.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -75,8 +77,8 @@ def add_WeightServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WeightService:
-    """Byte ranges of policy versions from memory, so that many readers cost the object store one read. Holds no state: whoever gets
-    no answer here reads the store.
+    """Byte ranges of policy versions from memory, so that many readers cost the object store one read. Served by the weight server, and
+    by rollout workers to each other. Holds no state: whoever gets no answer here reads the store.
     """
 
     @staticmethod

@@ -27,8 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class WeightServiceStub:
-    """Byte ranges of policy versions from memory, so that many readers cost the object store one read. Holds no state: whoever gets
-    no answer here reads the store.
+    """Byte ranges of policy versions from memory, so that many readers cost the object store one read. Served by the weight server, and
+    by rollout workers to each other. Holds no state: whoever gets no answer here reads the store.
     """
 
     @_typing.overload
@@ -40,12 +40,14 @@ class WeightServiceStub:
     Precondition: the key is below versions/, bases/ or files/: what never changes once it is there.
     Errors: INVALID_ARGUMENT (another key), NOT_FOUND, OUT_OF_RANGE (the object is shorter), RESOURCE_EXHAUSTED (no room for a
     range of this size now), UNAVAILABLE (the store cannot be reached, or holds other bytes than `checks` say).
+    Of a worker, too: NOT_FOUND with reason RUN (it works for another run) or HELD (it does not hold the range, and `held` is set),
+    INVALID_ARGUMENT with reason CHECKS (`checks` leave bytes out), UNAVAILABLE with reason DRAINING.
     """
 
 @_typing.type_check_only
 class WeightServiceAsyncStub(WeightServiceStub):
-    """Byte ranges of policy versions from memory, so that many readers cost the object store one read. Holds no state: whoever gets
-    no answer here reads the store.
+    """Byte ranges of policy versions from memory, so that many readers cost the object store one read. Served by the weight server, and
+    by rollout workers to each other. Holds no state: whoever gets no answer here reads the store.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -54,11 +56,13 @@ class WeightServiceAsyncStub(WeightServiceStub):
     Precondition: the key is below versions/, bases/ or files/: what never changes once it is there.
     Errors: INVALID_ARGUMENT (another key), NOT_FOUND, OUT_OF_RANGE (the object is shorter), RESOURCE_EXHAUSTED (no room for a
     range of this size now), UNAVAILABLE (the store cannot be reached, or holds other bytes than `checks` say).
+    Of a worker, too: NOT_FOUND with reason RUN (it works for another run) or HELD (it does not hold the range, and `held` is set),
+    INVALID_ARGUMENT with reason CHECKS (`checks` leave bytes out), UNAVAILABLE with reason DRAINING.
     """
 
 class WeightServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Byte ranges of policy versions from memory, so that many readers cost the object store one read. Holds no state: whoever gets
-    no answer here reads the store.
+    """Byte ranges of policy versions from memory, so that many readers cost the object store one read. Served by the weight server, and
+    by rollout workers to each other. Holds no state: whoever gets no answer here reads the store.
     """
 
     @_abc_1.abstractmethod
@@ -71,6 +75,8 @@ class WeightServiceServicer(metaclass=_abc_1.ABCMeta):
         Precondition: the key is below versions/, bases/ or files/: what never changes once it is there.
         Errors: INVALID_ARGUMENT (another key), NOT_FOUND, OUT_OF_RANGE (the object is shorter), RESOURCE_EXHAUSTED (no room for a
         range of this size now), UNAVAILABLE (the store cannot be reached, or holds other bytes than `checks` say).
+        Of a worker, too: NOT_FOUND with reason RUN (it works for another run) or HELD (it does not hold the range, and `held` is set),
+        INVALID_ARGUMENT with reason CHECKS (`checks` leave bytes out), UNAVAILABLE with reason DRAINING.
         """
 
 def add_WeightServiceServicer_to_server(servicer: WeightServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
