@@ -128,6 +128,10 @@ chaos: $(VENV)/.demo  ## kill, stop and cut everything of a run for ten minutes 
 chaos-short: $(VENV)/.demo  ## the same for two minutes, pinned: nightly
 	$(BIN)/python -m benchmarks.chaos --minutes 2 --seed 1 --schedule pinned
 
+test-compiled: $(VENV)/.test  ## the torch engine with rollout.compile = "all": each family, then the contract: minutes, nightly
+	$(BIN)/python -m pytest -m nightly tests/numerics/test_engine_compiled.py
+	SLIPSTREAM_TEST_ENGINE=torch:all $(BIN)/python -m pytest tests/engines
+
 test-operations: $(VENV)/.test  ## the operations guide, played on a run: look, resize, upgrade, pause, restore: nightly
 	$(BIN)/python -m pytest -m '' tests/e2e/test_operations.py
 
@@ -143,4 +147,4 @@ clean:  ## remove the environment, caches and runs
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-.PHONY: test-upgrade test-operations test-parallel test-parallel-faults test-gpu bench-fabric demo bench-trl-env vllm-cpu-env test-vllm test test-deps test-fast test-planted test-charts test-monitoring images test-security lint protos docs bench chaos chaos-short clean help
+.PHONY: test-upgrade test-operations test-compiled test-parallel test-parallel-faults test-gpu bench-fabric demo bench-trl-env vllm-cpu-env test-vllm test test-deps test-fast test-planted test-charts test-monitoring images test-security lint protos docs bench chaos chaos-short clean help

@@ -102,6 +102,7 @@ class RunFile(Section):
             raise ValueError(
                 "algorithm.route_replay = sampler with rollout.capture_routes = false: there would be nothing to replay; set "
                 "the latter to true, or route_replay = auto")
+        self._compiled_may_differ()
         self._mini_steps_have_a_use()
         self._shared_is_one_machine()
         self._guesses_can_be_judged()
@@ -116,6 +117,18 @@ class RunFile(Section):
                 f" of about {self.batch_bytes_estimate} bytes = {need}: raise it or checkpoint more often"
             )
         return self
+
+    def _compiled_may_differ(self) -> None:
+        """Raise when something is to be compiled that has no use for it, or may not change by a bit."""
+        if self.rollout.compile in ("auto", "none"):
+            return
+        asked = f"rollout.compile = {self.rollout.compile}"
+        if self.rollout.engine != "torch":
+            raise ValueError(f"{asked} with rollout.engine = {self.rollout.engine}: it is the torch engine's; remove it")
+        if self.deterministic:
+            raise ValueError(
+                f"{asked} and deterministic decoding (schedule.deterministic, or pinned) contradict: compiled kernels "
+                "differ in the last bit with the pass they run in; remove one of them")
 
     def _mini_steps_have_a_use(self) -> None:
         """Raise when a batch cannot be split as asked, or when routes are to be kept that nothing would move."""

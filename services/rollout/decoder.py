@@ -37,6 +37,7 @@ from slipstream.model import cooked, experts_of, load_state
 from slipstream.protos.types.v1 import policy_pb2
 
 if TYPE_CHECKING:
+    from services.rollout.graph import DecodeGraph
     from slipstream.adapters import Merged
 
 WIDTH = 128  # rows of a deterministic decode pass; at least 8, below which CPU kernels depend on it
@@ -45,6 +46,7 @@ ROOM = 32  # a row has room for the context, rounded up to a multiple of this
 BUCKET = 16  # the fast decode pass reads keys up to the longest row, rounded up to a multiple of this
 SMALLEST = 16  # deterministic lengths are powers of two from here on
 ADMIT_SHARE = 8  # while rows run, newcomers wait until this share of the slots is free: a prompt pass costs as much as a step
+LEAST_ROWS = 2  # of a compiled pass: torch compiles a width of one apart
 FAST_PROMPT_TOKENS = 8192  # most padded tokens of a fast prompt pass
 
 
@@ -54,8 +56,9 @@ class Decoder:
     def __init__(
         self, model: nn.Module, slots: int, context: int, *, deterministic: bool = False, capture_routes: bool = False,
         recompute_on_swap: bool = False, version: policy_pb2.PolicyVersion | None = None, merged: Merged | None = None,
+        compiled: str = "none",
     ) -> None:
-        """`merged`: the adapter in `model`, if it has one; then versions are of it alone."""
+        """`merged`: the adapter in `model`, if it has one; then versions are of it alone. `compiled`: see rollout.compile."""
         self.model: Any = model.eval()
         self.config = self.model.config.get_text_config()
         self.vocabulary: int = self.config.vocab_size
@@ -66,20 +69,23 @@ class Decoder:
         if deterministic:
             self._refuse_batch_dependence()
         else:
-            attention.use(model)
-        self.room = _round_up(context, ROOM)
+            attention.use(model, compiled)
+        whole = compiled == "all" and not deterministic
+        self.room = _round_up(context + BUCKET if whole else context, ROOM)  # a graph never reads a row to its end
         parameter = next(model.parameters())
         self.device = parameter.device
         self.cache = SlotCache(self.config, slots, self.room)
         self.masks = Masks(self.config, self.cache.layer_types, parameter.dtype, self.device, self.room)
         self.capture = RouteCapture(model) if capture_routes else None
+        self.graph = self._compiled() if whole else None
         self.rows = Rows(slots, context)
         self.waiting: deque[Request] = deque()
         self.generated_tokens = 0
         self._checked: np.ndarray | None = None  # the last read-only prompt whose tokens were found within the vocabulary
         self._last_B: torch.Tensor | None = None  # during a prompt pass: index of each row's last token
         only_last = weakref.WeakMethod(self._only_last)  # the model may outlive this decoder
-        self.model.get_output_embeddings().register_forward_pre_hook(lambda m, args: (f := only_last()) and f(m, args))
+        self.model.get_output_embeddings().register_forward_pre_hook(
+            lambda m, args: None if torch.compiler.is_compiling() else (f := only_last()) and f(m, args))
 
     @property
     def active(self) -> int:
@@ -187,6 +193,11 @@ class Decoder:
         else:
             load_state(self.model, tensors)
 
+    def _compiled(self) -> DecodeGraph:
+        from services.rollout.graph import DecodeGraph  # importing the compiler takes a second
+
+        return DecodeGraph(self.model, self.cache, self.masks)
+
     def _refuse_batch_dependence(self) -> None:
         kind = (getattr(self.config, "rope_parameters", None) or {}).get("rope_type", "default")
         if kind in ("dynamic", "longrope"):
@@ -287,9 +298,11 @@ class Decoder:
             return
         length = self.rows.length[:active]
         if not self.deterministic:
-            rows = np.arange(active)
+            slots = np.arange(max(active, LEAST_ROWS) if self.graph else active)  # a row beyond `active` is nobody's
+            positions = np.zeros(len(slots), np.int64)
+            positions[:active] = length - 1
             read = _round_up(int(length.max()), BUCKET)
-            yield DecodePass(self._tensor(rows), self._tensor(length - 1), read, True), rows
+            yield DecodePass(self._tensor(slots), self._tensor(positions), read, True), slots[:active]
             return
         buckets = self._buckets(length)
         for bucket in np.unique(buckets).tolist():
@@ -306,9 +319,13 @@ class Decoder:
         last = self.rows.length[rows] - 1
         ids = np.zeros((len(step.positions_B), 1), np.int64)
         ids[: len(rows), 0] = self.rows.tokens[rows, last]
-        positions_B_1 = step.positions_B[:, None]
-        self.cache.begin(step)
-        logits_B_V = self._forward(ids, positions_B_1, self.masks.of(positions_B_1, step.length))
+        if self.graph is not None:
+            with self.capture or contextlib.nullcontext():
+                logits_B_V = self.graph(self._tensor(ids), step)
+        else:
+            positions_B_1 = step.positions_B[:, None]
+            self.cache.begin(step)
+            logits_B_V = self._forward(ids, positions_B_1, self.masks.of(positions_B_1, step.length))
         if self.capture is not None:
             routes = self.capture.take().cpu().numpy()
             self._routes_like(routes)[rows, last] = routes[: len(rows)]

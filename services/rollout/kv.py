@@ -82,6 +82,9 @@ class SlotLayer(CacheLayerMixin):
 
     def _append(self, cache: torch.Tensor, new: torch.Tensor, step: DecodePass) -> torch.Tensor:
         heads, context, dim = cache.shape[1:]
+        if torch.compiler.is_compiling():  # a form that the compiler writes in place
+            cache[step.slots_B, :, step.positions_B] = new[:, :, 0]
+            return cache[: new.shape[0], :, : step.length]
         cache.view(-1, dim).index_copy_(0, step.cells(heads, context), new.reshape(-1, dim))
         if step.in_place:
             return cache[: len(new), :, : step.length]
@@ -112,8 +115,8 @@ class SlotCache(Cache):
         self.layer_types = _layer_types(config)
         super().__init__(layers=[SlotLayer(slots, context) for _ in self.layer_types])
 
-    def begin(self, step: PromptPass | DecodePass) -> None:
-        """Announce the next model forward."""
+    def begin(self, step: PromptPass | DecodePass | None) -> None:
+        """Announce the next model forward; None takes it back."""
         for layer in self.layers:
             layer.step = step
 
@@ -140,7 +143,7 @@ class Masks:
         masks = {}
         for kind in self.kinds:
             seen = distance >= 0
-            if kind == SLIDING and length > self.window:
+            if kind == SLIDING and (torch.compiler.is_compiling() or length > self.window):
                 seen &= distance < self.window
             masks[kind] = torch.where(seen, self.nothing, self.lowest)
         return masks if len(masks) > 1 else masks[self.kinds[0]]

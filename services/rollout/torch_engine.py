@@ -249,7 +249,8 @@ class TorchEngine:
         self._stops = stop_token_ids(self._tokenizer, model)
         decoder = Decoder(
             model, run.rollout.slots, run.rollout.context, deterministic=run.deterministic,
-            capture_routes=run.rollout.capture_routes, recompute_on_swap=run.rollout.on_swap == "recompute", merged=merged)
+            capture_routes=run.rollout.capture_routes, recompute_on_swap=run.rollout.on_swap == "recompute", merged=merged,
+            compiled=run.rollout.compile)
         prove(decoder)
         if first.probes is not None:
             prove_version(decoder, first.tensors, first.probes)

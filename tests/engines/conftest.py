@@ -1,6 +1,6 @@
 """One engine for the whole contract suite, with two versions to go between.
 
-Which one: SLIPSTREAM_TEST_ENGINE, torch when it is not set. `make test-vllm` sets it to vllm and runs this folder in an
+Which one: SLIPSTREAM_TEST_ENGINE, torch when it is not set; torch:all with rollout.compile = "all". `make test-vllm` sets it to vllm and runs this folder in an
 environment of its own; an engine starts once, because vLLM takes half a minute for it.
 
 Axes: P prompt tokens, n generated tokens, V vocabulary, L MoE layers, K experts per token.
@@ -27,7 +27,7 @@ from slipstream.model import load_state, skeleton
 from slipstream.protos.types.v1.policy_pb2 import PolicyVersion
 from tests.rollout_runs import run_file, weights
 
-ENGINE = os.environ.get("SLIPSTREAM_TEST_ENGINE", "torch")
+ENGINE, _, COMPILE = os.environ.get("SLIPSTREAM_TEST_ENGINE", "torch").partition(":")
 SLOTS, CONTEXT = 16, 128
 if ENGINE != "vllm":
     collect_ignore = ["test_vllm.py", "test_vllm_adapter.py", "test_vllm_speculation.py"]
@@ -81,7 +81,7 @@ async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Worl
     """The engine, started with version 1."""
     world = World(run_file(
         Path(tmp_path_factory.mktemp("engine")), rollout={
-            "engine": ENGINE, "slots": SLOTS, "context": CONTEXT, "capture_routes": True, "on_swap": "recompute"}))
+            "engine": ENGINE, "compile": COMPILE or "auto", "slots": SLOTS, "context": CONTEXT, "capture_routes": True, "on_swap": "recompute"}))
     start(world)
     await world.engine.start(world.files, world.tensors[1], world.version(1))
     yield world
