@@ -62,7 +62,7 @@ class Reader:
         self.memory, self.stopping = PeerMemory(most_bytes), asyncio.Event()
         self.source = Near(
             fleet.store, NodeCache(cache, 1 << 30) if cache else None, None, self.metrics, self.peers, self.memory)
-        self.servicer = PeerServicer(RUN, self.memory, self.peers, self.source.through, self.stopping, self.metrics)
+        self.servicer = PeerServicer(RUN, self.memory, self.peers, self.source, self.stopping, self.metrics)
         self.held: Held | None = None
         self.server = rpc.Server(
             "127.0.0.1", port, [(add_weight_service, serve(self) if serve else self.servicer)], grace_s=0,

@@ -74,15 +74,22 @@ class Near:
 
     async def through(self, wanted: Range) -> Found:
         """A range for a peer: from wherever it is but other workers' own waits. Raises what the store raises."""
-        cache, kept = self._cache, None
-        if cache is not None:  # without its turn: whoever has that may be the one who asks
-            kept = await self._try("node", wanted, lambda: cache.get(wanted.name))
-        if kept is not None:
+        if (kept := await self.kept(wanted)) is not None:
             return kept, None
         data, wrong = await self._beyond(wanted)
-        if cache is not None and wrong is None:
-            await self._keep(cache, wanted, data)
+        if self._cache is not None and wrong is None:
+            await self._keep(self._cache, wanted, data)
         return data, wrong
+
+    async def kept(self, wanted: Range) -> bytes | None:
+        """A range from the node's folder, without its turn: whoever has that may be the one who asks."""
+        cache = self._cache
+        return None if cache is None else await self._try("node", wanted, lambda: cache.get(wanted.name))
+
+    def settle(self) -> None:
+        """A version is loaded: what only the former one held is counted from now on."""
+        if self._memory is not None:
+            self._memory.trim()
 
     async def close(self) -> None:
         if self._memory is not None:
@@ -219,7 +226,7 @@ def nearest(context: ServiceContext, metrics: RolloutMetrics) -> Near | ObjectSt
     peers = Peers(settings.peers, run, lambda: context.address, context.credentials, context.clock)
     memory = PeerMemory(settings.peer_bytes)
     near = Near(context.store, cache, server, metrics, peers, memory)
-    servicer = PeerServicer(run, memory, peers, near.through, context.lifecycle.stopping, metrics)
+    servicer = PeerServicer(run, memory, peers, near, context.lifecycle.stopping, metrics)
     near.serving.append((add_weight_service, servicer))
     context.lifecycle.spawn("peers", peers.watch())
     return near

@@ -3,13 +3,15 @@
 consumes      ranges that were checked    produces: them again
 waits for     whoever reads a range    unblocked by: the end of that read
 
-What is kept is the very object that the tensors of the loaded version lie in, so it costs memory only once they are gone.
-What was used longest ago makes room.
+What is kept is the very object that the tensors of a version lie in, so while that is being read, or is loaded, offering it
+costs nothing and is not counted: all of a large version stays on offer until every worker has it. Of the rest, what was used
+longest ago makes room.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 
@@ -22,19 +24,20 @@ Read = Callable[[], Awaitable[Found]]
 
 
 class PeerMemory:
-    """Bytes by the name of a plain range. `most_bytes`: kept, and being read for others, together."""
+    """Bytes by the name of a plain range. `most_bytes`: kept for others alone, and being read for them, together."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most = most_bytes
         self._held: OrderedDict[str, bytes] = OrderedDict()
         self._reading: dict[str, asyncio.Task[Found]] = {}
         self._turns = asyncio.Semaphore(READS)
-        self._bytes = self._reserved = 0
+        self._reserved = 0
+        self._since = 0  # bytes that came since the last look at what is kept for others alone
 
     @property
     def bytes(self) -> int:
-        """Kept now."""
-        return self._bytes
+        """Kept for others alone."""
+        return sum(len(self._held[name]) for name in self._held if not _lent(self._held, name))
 
     def held(self, name: str) -> bytes | None:
         """The bytes, when they are here."""
@@ -44,10 +47,16 @@ class PeerMemory:
         return data
 
     def keep(self, name: str, data: bytes) -> None:
-        """Keep right bytes, unless they do not fit."""
-        if name not in self._held and self._made_room(len(data)):
+        """Keep right bytes. More than `most_bytes` are forgotten at the next `trim`."""
+        if name not in self._held:
             self._held[name] = data
-            self._bytes += len(data)
+            self._since += len(data)
+            if self._since > self._most // 8:
+                self.trim()
+
+    def trim(self) -> None:
+        """Forget what was used longest ago of what nobody else holds, until the rest is within its bound."""
+        self._made_room(0)
 
     async def own(self, name: str, read: Read, keep: bool) -> Found:
         """Read for this worker itself, or join a read that goes on already."""
@@ -101,7 +110,27 @@ class PeerMemory:
         """Forget what was used longest ago until `size` more bytes fit; nothing when they never would."""
         if self._reserved + size > self._most:
             return False
-        while self._bytes + self._reserved + size > self._most:
-            _, data = self._held.popitem(last=False)
-            self._bytes -= len(data)
+        over = self.bytes + self._reserved + size - self._most
+        for name in list(self._held) if over > 0 else ():
+            if over > 0 and not _lent(self._held, name):
+                over -= len(self._held.pop(name))
+        self._since = 0
         return True
+
+
+def _lent(held: OrderedDict[str, bytes], name: str) -> bool:
+    """Whether somebody else refers to these bytes: views of tensors do."""
+    return _references(held, name) > _ALONE
+
+
+def _references(held: OrderedDict[str, bytes], name: str) -> int:
+    return sys.getrefcount(held[name])
+
+
+def _alone() -> int:
+    """What `_references` says of bytes that nobody else holds; it is the interpreter's own."""
+    held = OrderedDict(a=bytes(bytearray(64)))
+    return _references(held, "a")
+
+
+_ALONE = _alone()

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
 
 from services.rollout.peer_memory import Found, PeerMemory
 from services.rollout.peers import Peers, beating
@@ -22,14 +22,25 @@ from slipstream.telemetry import RolloutMetrics
 CALLS = 128  # at once: 32 workers with four reads each
 
 
+class Places(Protocol):
+    """Where this worker has ranges from, for others."""
+
+    async def through(self, wanted: Range) -> Found:
+        """From everywhere but another worker's own wait. Raises what the store raises."""
+        ...
+
+    async def kept(self, wanted: Range) -> bytes | None:
+        """From the node's folder, at once."""
+        ...
+
+
 class PeerServicer:
-    """slipstream.weights.v1.WeightService of a rollout worker. `through` reads a range from everywhere but other workers."""
+    """slipstream.weights.v1.WeightService of a rollout worker."""
 
     def __init__(
-        self, run: str, memory: PeerMemory, peers: Peers, through: Callable[[Range], Awaitable[Found]],
-        stopping: asyncio.Event, metrics: RolloutMetrics,
+        self, run: str, memory: PeerMemory, peers: Peers, places: Places, stopping: asyncio.Event, metrics: RolloutMetrics,
     ) -> None:
-        self._run, self._memory, self._peers, self._through = run, memory, peers, through
+        self._run, self._memory, self._peers, self._places = run, memory, peers, places
         self._stopping, self._metrics = stopping, metrics
         self._calls = 0
 
@@ -38,7 +49,7 @@ class PeerServicer:
         try:
             self._admit(request, wanted)
             data = self._memory.held(wanted.name)
-            if data is None and request.held:
+            if data is None and request.held and (data := await self._places.kept(wanted)) is None:
                 raise NotFound(f"{wanted.key}: this worker does not hold the range", "HELD", key=wanted.key)
             outcome, task = ("hit", None) if data is not None else self._begin(wanted)
         except (InvalidInput, Unavailable) as error:
@@ -80,4 +91,4 @@ class PeerServicer:
 
     def _begin(self, wanted: Range) -> tuple[str, asyncio.Task[Found]]:
         return self._memory.for_others(
-            wanted.name, wanted.size or 0, lambda: self._through(wanted), self._peers.keeps(wanted.name))
+            wanted.name, wanted.size or 0, lambda: self._places.through(wanted), self._peers.keeps(wanted.name))

@@ -82,9 +82,21 @@ class Peer:
         self._channel = rpc.channel(address, credentials=credentials, peer="rollout", connect_s=SILENCE_S)
         self._read = reading(self._channel)
         self.rest = Rest(clock)
+        self._calls, self._retired = 0, False
 
     async def read(self, wanted: Range, run: str, held: bool) -> bytes | None:
         """The bytes, unchecked; None when the peer does not have them, and is none the worse for it. Raises SlipstreamError."""
+        if self._retired:
+            raise Unavailable(f"worker {self.address} has left", "LEFT")
+        self._calls += 1
+        try:
+            return await self._answer(wanted, run, held)
+        finally:
+            self._calls -= 1
+            if self._retired and not self._calls:
+                await self.close()
+
+    async def _answer(self, wanted: Range, run: str, held: bool) -> bytes | None:
         try:
             async with asyncio.timeout(DEADLINE_S + (wanted.size or 0) / STORE_BYTES_S):
                 data = await received(
@@ -102,6 +114,12 @@ class Peer:
             raise
         self.rest.end()
         return data
+
+    async def retire(self) -> None:
+        """Close after the last call: closing a channel would cancel whoever waits for an answer."""
+        self._retired = True
+        if not self._calls:
+            await self.close()
 
     async def close(self) -> None:
         await self._channel.close()
@@ -162,7 +180,7 @@ class Peers:
             gone = set(self._peers) - {m.address for m in members}
             self._members = members
             self._ranked.clear()
-            await asyncio.gather(*(self._peers.pop(address).close() for address in gone))
+            await asyncio.gather(*(self._peers.pop(address).retire() for address in gone))
 
     async def close(self) -> None:
         await asyncio.gather(*(peer.close() for peer in self._peers.values()))

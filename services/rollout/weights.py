@@ -164,6 +164,8 @@ class Weights:
             self._metrics.swap_seconds.observe(time.perf_counter() - started)
         if manifest.base is None:
             self._held = Held(version, tensors, manifest.full)
+        if isinstance(self._source, Near):
+            self._source.settle()
         self._metrics.swaps.labels("loaded").inc()
         self._metrics.loaded_step.set(version.step)
         self._metrics.policy_version.set(version.number)
