@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 from prometheus_client import CollectorRegistry
 
+from services.rollout import peers
 from services.rollout.near import Near
 from services.rollout.node_cache import NodeCache
 from services.rollout.peer_memory import PeerMemory
@@ -93,8 +95,16 @@ class Fleet:
     def addresses(self) -> list[str]:
         return [r.address for r in self.readers]
 
-    async def look_up(self, entry: str) -> list[str]:
-        return self.addresses
+    def known(self, patch: pytest.MonkeyPatch) -> None:
+        """Look-ups find these workers, and hashes go by their order, not by ports: the same owners in every run of a test."""
+        async def look_up(entry: str) -> list[str]:
+            return self.addresses
+
+        def score(member: str, name: str, plain: Callable[[str, str], bytes] = peers._score) -> bytes:
+            return plain(str(self.addresses.index(member)) if member in self.addresses else member, name)
+
+        patch.setattr(peers, "_addresses", look_up)
+        patch.setattr(peers, "_score", score)
 
     async def add(self, count: int, **how: Any) -> list[Reader]:
         """Workers that serve and are known to all."""

@@ -1,4 +1,5 @@
-"""The weight server as a process, before a real S3 server: what readers cost the store, and what its death costs them."""
+"""The weight server as a process, and workers that serve each other, before a real S3 server: what readers cost the store, and
+what deaths cost them."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from prometheus_client import CollectorRegistry
 from s3_faults import FaultProxy, fault_proxy
 from s3_server import open_bucket, s3_server
 
-from services.rollout import weight_client
+from services.rollout import peers, weight_client
 from services.rollout.near import Near
 from services.rollout.weight_client import WeightClient
 from slipstream import tensors as tensors_module
@@ -34,6 +35,7 @@ from slipstream.ranges import Range
 from slipstream.s3 import S3Store
 from slipstream.telemetry import RolloutMetrics
 from slipstream.tls import Certificates
+from tests.peer_fleet import Fleet
 
 TENSORS, SIZE, READERS = 12, 128 << 10, 4
 pytestmark = pytest.mark.slow
@@ -175,6 +177,26 @@ async def goes_in_the_middle(
     assert counted["server", "hit"] >= 1 and counted["server", "failed"] >= 1
     assert counted["store", "hit"] >= TENSORS // 2 and counted["server", "hit"] + counted["store", "hit"] == TENSORS + 1
     await near.close()
+
+
+async def test_eight_workers_that_serve_each_other_cost_what_one_costs(
+    store: S3Store, proxy: Egress, version: PolicyVersion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without any server: every range leaves S3 once for all. A worker that comes when two of them are gone takes most of it
+    from the rest."""
+    proxy.sent = 0
+    assert await read(store, version) == EXPECTED
+    one, proxy.sent = proxy.sent, 0
+    monkeypatch.setattr(peers, "SILENCE_S", 10.0)
+    async with Fleet(store) as fleet:
+        fleet.known(monkeypatch)
+        await fleet.add(8)
+        assert await fleet.read(version) == [EXPECTED] * 8
+        assert proxy.sent <= 1.05 * one
+        await asyncio.gather(*(r.server.stop() for r in fleet.readers[:2]))
+        later, = await fleet.add(1)
+        proxy.sent = 0
+        assert await later.read(version) == EXPECTED and proxy.sent <= 0.8 * one
 
 
 async def test_only_a_rollout_worker_of_the_run_is_served(tmp_path: Path) -> None:
