@@ -198,12 +198,13 @@ class Vllm(Section):
 class Speculation(Section):
     """Tokens guessed from the sequence itself and judged in one pass, rollout.engine = "vllm"; see docs/guides/engines.md."""
 
-    method: Literal["off", "ngram"] = Field(
-        default="off", description="What guesses: nothing, or what followed when the sequence's last tokens came before."
+    method: Literal["off", "ngram", "suffix"] = Field(
+        default="off", description="What guesses: nothing; what followed these tokens before: in the sequence, in all answers."
     )
     tokens: int = Field(default=4, ge=1, le=64, description="Most tokens guessed at once for one sequence.")
-    prompt_lookup_min: PositiveInt = Field(default=2, description="Fewest last tokens that have to have come before.")
-    prompt_lookup_max: PositiveInt = Field(default=4, description="Most last tokens that are looked for; longest match first.")
+    prompt_lookup_min: PositiveInt = Field(default=2, description="Fewest last tokens that have to have come before; ngram.")
+    prompt_lookup_max: PositiveInt = Field(default=4, description="Most last tokens that are looked for, longest first; ngram.")
+    answers: int = Field(default=10_000, ge=0, description="Finished answers of this engine kept to guess from; suffix.")
 
     @model_validator(mode="after")
     def _consistent(self) -> Speculation:

@@ -59,6 +59,8 @@ def environment(run: RunFile, cpu: bool) -> dict[str, str]:
         # a minute at the first request. The service's own OMP_NUM_THREADS holds instead of a binding to cores.
         variables |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    if run.rollout.speculation.method == "ngram":  # vLLM asks for one thread, but numba's others would spin beside it
+        variables["NUMBA_NUM_THREADS"] = "1"
     if run.rollout.vllm.all2all.startswith("deepep"):
         variables |= FABRICS[run.rollout.vllm.fabric] | {"EP_REUSE_NCCL_COMM": "0"}
     return variables
@@ -67,7 +69,7 @@ def environment(run: RunFile, cpu: bool) -> dict[str, str]:
 def engine_arguments(run: RunFile, model: str, shape: Mapping[str, Any], extension: str, cpu: bool) -> dict[str, Any]:
     """Keyword arguments of AsyncEngineArgs for the checkpoint in the folder `model`, whose config.json is `shape`.
 
-    Raises ConfigError for an engine argument that another setting owns.
+    Raises ConfigError for an engine argument that another setting owns, and as speculation_arguments does.
     """
     rollout, own = run.rollout, run.rollout.vllm
     for name in own.engine_args:
@@ -104,13 +106,22 @@ def engine_arguments(run: RunFile, model: str, shape: Mapping[str, Any], extensi
 
 
 def speculation_arguments(run: RunFile, room: int, cpu: bool) -> dict[str, Any]:
-    """Further arguments for guessed tokens; none without. `room`: tokens of a step, raised so that no guess is cut for it."""
+    """Further arguments for guessed tokens; none without. `room`: tokens of a step, raised so that no guess is cut for it.
+
+    Raises ConfigError for a guesser that cannot run with routes returned.
+    """
     guess, slots = run.rollout.speculation, run.rollout.slots
     if guess.method == "off":
         return {}
-    config: dict[str, Any] = {
-        "method": guess.method, "num_speculative_tokens": guess.tokens, "prompt_lookup_min": guess.prompt_lookup_min,
-        "prompt_lookup_max": guess.prompt_lookup_max}
+    if guess.method == "suffix" and run.rollout.capture_routes and not cpu:
+        raise ConfigError(
+            "rollout.speculation.method = suffix with rollout.capture_routes = true: vLLM's model runner that returns routes "
+            "has no such guesser; set method = ngram, or capture_routes = false")
+    config: dict[str, Any] = {"method": guess.method, "num_speculative_tokens": guess.tokens}
+    if guess.method == "ngram":
+        config |= {"prompt_lookup_min": guess.prompt_lookup_min, "prompt_lookup_max": guess.prompt_lookup_max}
+    else:
+        config["suffix_decoding_max_cached_requests"] = guess.answers
     if cpu:
         # A table, though the same for any number of sequences: without one vLLM fills a first step that has one token left to
         # compute with guesses of token -1, for its graphs, and its CPU sampler takes their chance from the row before.

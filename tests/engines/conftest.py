@@ -30,7 +30,7 @@ from tests.rollout_runs import run_file, weights
 ENGINE, _, COMPILE = os.environ.get("SLIPSTREAM_TEST_ENGINE", "torch").partition(":")
 SLOTS, CONTEXT = 16, 128
 if ENGINE != "vllm":
-    collect_ignore = ["test_vllm.py", "test_vllm_adapter.py", "test_vllm_speculation.py"]
+    collect_ignore = ["test_vllm.py", "test_vllm_adapter.py", "test_vllm_speculation.py", "test_vllm_suffix.py"]
 
 
 class World:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 from services.rollout import vllm_arguments, vllm_temperatures
 from services.rollout.concurrency import Drafts
 from services.rollout.engine import Generation, Request
+from services.rollout.service import engine_of
 from services.rollout.vllm_answers import Asked, generation, rest
 from services.rollout.vllm_checkpoint import Checkpoints, checksum, remove_orphans
 from services.rollout.vllm_routes import Rows
@@ -96,7 +98,24 @@ def test_guesses_are_an_argument_of_their_own(tmp_path: Path) -> None:
         "method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_min": 3, "prompt_lookup_max": 5}
     assert cpu["speculative_config"] == gpu["speculative_config"] | {"num_speculative_tokens_per_batch_size": [(1, 2000, 6)]}
     assert gpu["max_num_batched_tokens"] == 2000 * 7
+    learnt = arguments(tmp_path, cpu=False, rollout={"speculation": {"method": "suffix", "answers": 99}})
+    assert learnt["speculative_config"] == {
+        "method": "suffix", "num_speculative_tokens": 4, "suffix_decoding_max_cached_requests": 99}
+    routed = {"speculation": {"method": "suffix"}, "capture_routes": True}
+    assert "speculative_config" in arguments(tmp_path, cpu=True, rollout=routed)
+    with pytest.raises(ConfigError, match="method = suffix with rollout.capture_routes = true.*method = ngram"):
+        arguments(tmp_path, cpu=False, rollout=routed)
     assert "speculative_config" not in arguments(tmp_path, cpu=True)
+    run = run_file(tmp_path, rollout={"engine": "vllm", "speculation": speculation})
+    assert vllm_arguments.environment(run, cpu=True)["NUMBA_NUM_THREADS"] == "1"  # a second one spins: the demo's task took twice the CPU
+
+
+def test_guesses_that_are_learnt_need_their_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM would say so after half a minute; the worker does at once."""
+    run = run_file(tmp_path, rollout={"engine": "vllm", "speculation": {"method": "suffix"}})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "arctic_inference" else name)
+    with pytest.raises(ConfigError, match="no package arctic_inference"):
+        engine_of(run)
 
 
 @pytest.mark.parametrize("name, remedy", [
