@@ -107,7 +107,7 @@ def test_guesses_are_an_argument_of_their_own(tmp_path: Path) -> None:
         arguments(tmp_path, cpu=False, rollout=routed)
     assert "speculative_config" not in arguments(tmp_path, cpu=True)
     run = run_file(tmp_path, rollout={"engine": "vllm", "speculation": speculation})
-    assert vllm_arguments.environment(run, cpu=True)["NUMBA_NUM_THREADS"] == "1"  # a second one spins: the demo's task took twice the CPU
+    assert vllm_arguments.environment(run, cpu=True)["NUMBA_NUM_THREADS"] == "1"  # a second one spins: twice the CPU time
 
 
 def test_guesses_that_are_learnt_need_their_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
