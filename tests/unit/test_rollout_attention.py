@@ -68,14 +68,14 @@ def test_everything_else_goes_to_transformers(queries, more):
 @pytest.mark.parametrize("dim, width", [(32, 32), (64, 64), (128, 128), (24, 40)])
 def test_the_kernel_reads_what_the_mask_shows(dim, width):
     """Rows of their own length, a window that hides their beginning, heads of any width, scores from -60 to 60: each is
-    softmax, and what the mask hides may be anything, not a number included."""
+    softmax, what the mask shows is added to, and what it hides may be anything, not a number included."""
     generator = torch.Generator().manual_seed(dim)
     shapes = ((6, 9, 1, dim), (6, 3, 40, dim), (6, 3, 40, width))
     query, key, value = (torch.randn(shape, generator=generator) for shape in shapes)
     scaling = 20 / dim**0.5
     at, last = torch.arange(40), torch.tensor([0, 3, 17, 21, 38, 39])[:, None]
     seen = (at <= last) & (at > last - 16)
-    mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)[:, None, None]
+    mask = torch.where(seen, torch.randn(6, 40, generator=generator), torch.finfo(torch.float32).min)[:, None, None]
     expected, _ = sdpa_attention_forward(layer(3), query, key, value, mask, scaling=scaling)
     hidden = torch.where(seen[:, None, :, None], 0.0, float("nan"))
     mine, _ = attention.one_query_native(layer(3), query, key + hidden, value + hidden, mask, scaling=scaling)
