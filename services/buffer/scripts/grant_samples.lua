@@ -17,13 +17,18 @@ local function pinned_version(step)
   end
   return newest
 end
+local starts = {}  -- by least step: the step from which a grant starts
 local function start_of(least)
-  if loaded and loaded.pub == 1 and effective(loaded.step, loaded.inc) >= least then
-    return pack(STEP, loaded.step, loaded.inc)
+  local start = starts[least]
+  if not start then
+    local suffices = loaded and loaded.pub == 1 and effective(loaded.step, loaded.inc) >= least
+    start = suffices and pack(STEP, loaded.step, loaded.inc) or pack(STEP, least, get('incarnation'))
+    starts[least] = start
   end
-  return pack(STEP, least, get('incarnation'))
+  return start
 end
 -- The trainer publishes this step without any group that is not in a batch yet.
+local too_old = get('numbered') - rules.max_lag
 local to_come = max(get('published'), get('numbered') - get('numbered') % rules.publish_every)
 local first = pack(TIME, now)
 local function grant(d, i, queue)
@@ -41,7 +46,7 @@ local function grant(d, i, queue)
       return
     end
   end
-  local least = g.p < 0 and max(min(g.m, to_come), get('numbered') - rules.max_lag) or g.p
+  local least = g.p < 0 and max(min(g.m, to_come), too_old) or g.p
   if queue == 'open' then dequeue('open', name) end
   if queue == 'leases' and tonumber(call('ZSCORE', K.leases, name)) > 0 then add('expired', 1) end
   enqueue('leases', name, deadline)

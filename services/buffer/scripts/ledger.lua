@@ -3,6 +3,9 @@
 -- [4] the leases that it is about (see `read_leases`), [5] what else is known of each, packed, [6] ... their blobs.
 -- Reply: {JSON {r = result, w = topics that changed}, packed rows, blob, blob, ...}.
 -- SAMPLE_EDGES and GROUP_EDGES are put in front of this. Layouts are those of rows.py.
+-- request.script is the name of the script, of which this is the beginning. What it holds is small: to collect garbage at four
+-- times that, not at twice, costs a megabyte and spares the server every other round.
+collectgarbage('setpause', 400)
 local NAMES = {'meta', 'groups', 'open', 'leases', 'scoring', 'bodies', 'transcripts', 'scores', 'partials', 'unscored', 'ready',
   'events', 'dead', 'drops', 'batches', 'versions', 'holds', 'unfinished', 'cursor'}
 local K = {}
@@ -58,10 +61,13 @@ local function pack_sample(s)
 end
 local function samples(g)  -- all of them
   if g.s then return g.s end
-  local list, raw, position, some = {}, g.raw, g.rest, g.some or {}
+  local list, raw, position, some, at = {}, g.raw, g.rest, g.some, g.at
   for i = 1, g.n do
-    list[i], position = unpack_sample(raw, position)
-    list[i] = some[i] or list[i]
+    if at then  -- some are unpacked already
+      list[i] = some[i] or unpack_sample(raw, at[i])
+    else
+      list[i], position = unpack_sample(raw, position)
+    end
   end
   g.s = list
   return list
@@ -233,7 +239,9 @@ for state in pairs(SAMPLE_EDGES) do COUNTER[state] = 's:' .. state end
 local function move(sample, state)
   local old = sample.st
   if not SAMPLE_EDGES[old][state] then error('a sample cannot go from ' .. old .. ' to ' .. state) end
-  add(COUNTER[old], -1); add(COUNTER[state], 1); add('sequence', 1)
+  local from, to = COUNTER[old], COUNTER[state]
+  meta[from] = (meta[from] or 0) - 1; meta[to] = (meta[to] or 0) + 1; meta.sequence = (meta.sequence or 0) + 1
+  changed[from] = true; changed[to] = true; changed.sequence = true
   if rules.edges then add('es:' .. old .. '>' .. state, 1) end
   sample.st = state
 end
@@ -348,6 +356,12 @@ local function settle(d)  -- nothing when it is finished already
   end
   g.rid = call('XADD', K.ready, '*', 'draw', d, 'environment', g.e, 'steps', table.concat(steps))
   if rules.pinned or get('g:complete') + get('g:short') >= rules.groups_per_batch then wake.ready = true end
+end
+local function settle_all(draws)  -- in their order, so that the order in which their samples came does not matter
+  table.sort(draws)
+  for n, d in ipairs(draws) do
+    if d ~= draws[n - 1] then settle(d) end
+  end
 end
 local function fail(d, i, sample, reason, ended)  -- settle(d) has to follow
   close(d, i, sample, ended or 'failed')

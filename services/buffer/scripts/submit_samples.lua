@@ -65,8 +65,7 @@ for _, run in ipairs(read_leases()) do
     outcomes[n] = outcome
   end
 end
-table.sort(finished)
-for _, d in ipairs(finished) do settle(d) end  -- once all are taken, so that their order does not matter
+settle_all(finished)
 for _, pair in ipairs(beside) do  -- what came for nothing
   local d, i = unpack(pair)
   local sample = group(d) and sample_of(group(d), d, i + 1)

@@ -25,14 +25,11 @@ for _, run in ipairs(read_leases()) do
       outcome = 'fenced'
     elseif sample.st ~= 'scored' then
       store(d, i, sample, string.sub(ARGV[5], 8 * n - 7, 8 * n), ARGV[5 + n])
+      touch(d)
       finished[#finished + 1] = d
     end
     outcomes[n] = outcome
   end
 end
-table.sort(finished)
-for _, d in ipairs(finished) do  -- once all are taken, so that their order does not matter
-  touch(d)
-  settle(d)
-end
+settle_all(finished)
 return finish(exceptions(outcomes))
