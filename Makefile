@@ -129,8 +129,8 @@ chaos-short: $(VENV)/.demo  ## the same for two minutes, pinned: nightly
 	$(BIN)/python -m benchmarks.chaos --minutes 2 --seed 1 --schedule pinned
 
 test-compiled: $(VENV)/.test  ## the torch engine with rollout.compile = "all": each family, then the contract: minutes, nightly
-	$(BIN)/python -m pytest -m nightly tests/numerics/test_engine_compiled.py
-	SLIPSTREAM_TEST_ENGINE=torch:all $(BIN)/python -m pytest tests/engines
+	$(BIN)/python -m pytest --timeout=600 -m nightly tests/numerics/test_engine_compiled.py
+	SLIPSTREAM_TEST_ENGINE=torch:all $(BIN)/python -m pytest --timeout=600 tests/engines
 
 test-operations: $(VENV)/.test  ## the operations guide, played on a run: look, resize, upgrade, pause, restore: nightly
 	$(BIN)/python -m pytest -m '' tests/e2e/test_operations.py

@@ -2,6 +2,8 @@
 
     python -m benchmarks.engine [--json FILE] [--repeats N]
 
+The fast arms differ in `rollout.compile`, routes or slots; "fast" is as it comes.
+
 512 requests, 64 prompts of 5 to 9 tokens in groups of 8, answers of 5 to 9 tokens, one thread, fp32. CPU time, not wall time:
 other processes on the machine disturb it less. The median of the repeats counts.
 """
@@ -12,6 +14,7 @@ import argparse
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,11 +26,13 @@ from slipstream import config
 from slipstream.model import build
 
 GROUPS, SIZE, CONTEXT = 64, 8, 32
-ARMS = {
-    "fast": {"deterministic": False, "slots": 512, "capture_routes": False},
-    "fast_routes": {"deterministic": False, "slots": 512, "capture_routes": True},
-    "fast_256_slots": {"deterministic": False, "slots": 256, "capture_routes": False},
-    "deterministic": {"deterministic": True, "slots": 512, "capture_routes": False},
+ARMS: dict[str, dict[str, Any]] = {
+    "fast": {"slots": 512, "compiled": "auto"},
+    "fast_uncompiled": {"slots": 512, "compiled": "none"},
+    "fast_compiled": {"slots": 512, "compiled": "all"},
+    "fast_routes": {"slots": 512, "compiled": "auto", "capture_routes": True},
+    "fast_256_slots": {"slots": 256, "compiled": "auto"},
+    "deterministic": {"slots": 512, "deterministic": True},
 }
 
 
@@ -57,9 +62,8 @@ def main() -> None:
     run = config.load(Path(__file__).parents[1] / "examples" / "sort-digits" / "run.toml")
     decoders = {}
     for name, arm in ARMS.items():
-        model, _ = build(run.model, 0, deterministic=arm["deterministic"])
-        decoders[name] = Decoder(
-            model, arm["slots"], CONTEXT, deterministic=arm["deterministic"], capture_routes=arm["capture_routes"])
+        model, _ = build(run.model, 0, deterministic=arm.get("deterministic", False))
+        decoders[name] = Decoder(model, context=CONTEXT, **arm)
         decoders[name].decode(requests(0))
     figures: dict[str, list[float]] = {name: [] for name in ARMS}
     for repeat in range(found.repeats):

@@ -71,7 +71,7 @@ class Decoder:
         else:
             attention.use(model, compiled)
         whole = compiled == "all" and not deterministic
-        self.room = _round_up(context + BUCKET if whole else context, ROOM)  # a graph never reads a row to its end
+        self.room = _round_up(context + BUCKET if whole else context, ROOM)  # a pass over the whole room would be another graph
         parameter = next(model.parameters())
         self.device = parameter.device
         self.cache = SlotCache(self.config, slots, self.room)

@@ -82,6 +82,15 @@ def test_the_kernel_reads_what_the_mask_shows(dim, width):
     torch.testing.assert_close(mine, expected, rtol=0, atol=1e-5)
 
 
+def test_keys_that_are_not_dense_go_to_the_products():
+    """The kernel reads a key as one run of numbers."""
+    query, key, value, mask = pass_of(1)
+    key = key.transpose(2, 3).contiguous().transpose(2, 3)
+    mine, _ = attention.one_query_native(layer(2), query, key, value, mask, scaling=0.3)
+    products, _ = attention.one_query(layer(2), query, key, value, mask, scaling=0.3)
+    assert torch.equal(mine, products)
+
+
 def test_without_a_compiler_the_products_serve_or_the_setting_is_refused(monkeypatch):
     """rollout.compile = "auto" asks for nothing that is not there; "attention" names what is missing."""
     monkeypatch.setattr(native.shutil, "which", lambda name: None)
