@@ -57,8 +57,9 @@ class Gauges:
         context.policy_version = front.newest
         context.figures.update(
             draws=meta.get("next_draw", 0), lost_draws=meta.get("lost", 0), outstanding_groups=meta["outstanding"],
-            dropped_groups=sum(balance.dropped.values()), repeated_grants=meta.get("expired", 0), complete_groups=meta["ready"],
-            unscored_samples=samples.get("unscored", 0),
+            dropped_groups=sum(balance.dropped.values()),
+            failed_groups=balance.dropped.get("failed", 0) + balance.dropped.get("timeout", 0),
+            repeated_grants=meta.get("expired", 0), complete_groups=meta["ready"], unscored_samples=samples.get("unscored", 0),
             leased_samples=samples.get("leased", 0), bytes=meta.get("bytes", 0), published_step=meta["published"],
             numbered_batch=meta.get("numbered", 0), committed_batch=meta.get("committed", 0))
         context.details.update(

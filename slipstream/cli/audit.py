@@ -37,6 +37,7 @@ class Balance:
     open: int  # not terminal and not in a batch
     numbered_batch: int
     groups_per_batch: int
+    failed: int = 0  # of those dropped: each of their samples failed or ran out of time
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,8 @@ def status(run: str, as_json: bool) -> int:
     console = Console()
     alive = run_folder.held(folder)
     snapshot = asyncio.run(_look(Watcher(folder, settings, console)))
+    if not alive and snapshot.state != "not started":
+        snapshot.state = "gone" if snapshot.state != "ended" else "ended"
     if as_json:
         print(json.dumps({
             "run": snapshot.run, "folder": str(folder.path), "alive": alive, "state": snapshot.state,
@@ -38,11 +40,29 @@ def status(run: str, as_json: bool) -> int:
             console.print(sentence, style="bold yellow", markup=False, highlight=False, soft_wrap=True)
         if snapshot.stall:
             console.print(f"stalled: {snapshot.stall}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+        if snapshot.failed_groups:
+            print(f"{snapshot.failed_groups} groups failed: `slipstream ledger {run} --dead` says why")
         if alive:
             console.print(services_table(snapshot))
         else:
-            print(f"{snapshot.run} is not running; its folder is {folder.path}")
+            print(f"{snapshot.run} {_ended(folder)}; its folder is {folder.path}")
     return 0
+
+
+def _ended(folder: run_folder.RunFolder) -> str:
+    """How a run ended that is not alive, and what to do about it."""
+    state = run_folder.read_json(folder.state)
+    goes_on = "`slipstream run` with the same settings goes on from its last checkpoint"
+    if state is None:
+        return "was not started yet"
+    match state.get("ending"):
+        case {"reason": "finished"}:
+            return "is finished"
+        case {"reason": "failed", "error": error}:
+            return f"failed: {error}"
+        case {"reason": "stopped" | "killed"} if state["state"] == "ended":
+            return f"was stopped: {goes_on}"
+    return f"is not running, and nobody stopped it: its supervisor was killed, or the machine went down. {goes_on}"
 
 
 def _origin(folder: run_folder.RunFolder) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import time
@@ -51,7 +52,10 @@ def run(run_file: RunFile, options: Options) -> int:
 
 async def _run(run_file: RunFile, folder: RunFolder, lock: run_folder.RunLock, options: Options) -> int:
     await preflight.check(run_file)
-    run_start.lay_out(folder, run_file, options.fresh)
+    if run_start.lay_out(folder, run_file, options.fresh) is run_start.Start.FINISHED:
+        print(f"slipstream: {run_file.run.name} is finished: nothing is trained, its end is told again", file=sys.stderr,
+              flush=True)
+    before = _steps(folder)
     host, port = preflight.buffer_host_port(run_file)
     resolved = run_folder.write_run_file(folder, run_file, f"{host}:{port or preflight.free_port(host)}")
     environment = {**os.environ, **launch_environment()} | ({"SLIPSTREAM_DEBUG": "1"} if options.debug else {})
@@ -73,7 +77,15 @@ async def _run(run_file: RunFile, folder: RunFolder, lock: run_folder.RunLock, o
         watcher.done.set()
         await asyncio.wait({showing}, timeout=10.0)
         await survey.close()
-    return report(resolved, folder, ending, audit(folder.trained, balances[-1] if balances else None), options.started)
+    balance = balances[-1] if balances else None
+    return report(resolved, folder, ending, audit(folder.trained, balance), options.started, before, balance)
+
+
+def _steps(folder: RunFolder) -> int:
+    """The step that the run has come to."""
+    metrics = Metrics(folder.metrics)
+    metrics.poll()
+    return metrics.step
 
 
 async def _show(watcher: Watcher, plain: bool) -> None:
@@ -104,7 +116,8 @@ async def ask_balance(folder: RunFolder, run_file: RunFile) -> list[Balance]:
         return [Balance(
             made=int(figures["draws"]) - _of_the_origin(folder, run_file, int(figures["lost_draws"])),
             dropped=int(figures["dropped_groups"]), open=int(figures["buffer_open_draws"]),
-            numbered_batch=int(figures["numbered_batch"]), groups_per_batch=run_file.schedule.groups_per_batch)]
+            numbered_batch=int(figures["numbered_batch"]), groups_per_batch=run_file.schedule.groups_per_batch,
+            failed=int(figures.get("failed_groups", 0)))]
     except KeyError:
         return []
 
@@ -116,8 +129,11 @@ def _of_the_origin(folder: RunFolder, run_file: RunFile, unknown: int) -> int:
     return max(0, min(unknown, fork["draws"]) - fork["step"] * run_file.schedule.groups_per_batch) if fork else 0
 
 
-def report(run_file: RunFile, folder: RunFolder, ending: Ending, found: Audit, started: float) -> int:
-    """Print where things are and the last line; the exit code."""
+def report(
+    run_file: RunFile, folder: RunFolder, ending: Ending, found: Audit, started: float, before: int = 0,
+    balance: Balance | None = None,
+) -> int:
+    """Print where things are and the last line; the exit code. `before`: steps of earlier starts."""
     metrics = Metrics(folder.metrics)
     metrics.poll()
     name = display_name(folder)
@@ -129,9 +145,11 @@ def report(run_file: RunFile, folder: RunFolder, ending: Ending, found: Audit, s
         print(f"metrics  {folder.metrics}")
         print(f"logs     {folder.logs}")
         if saved:
-            print(f'sample   slipstream generate {name} "{example_prompt(run_file)}"')
+            print(f'sample   {program()} generate {name} "{example_prompt(run_file)}"')
+    if balance is not None and balance.failed:
+        print(f"failed   {balance.failed} of {balance.made} groups: {program()} ledger {name} --dead")
     if ending.reason == "stopped":
-        print(f"stopped at step {metrics.step} of {run_file.run.steps}: `slipstream run` with the same run file and without "
+        print(f"stopped at step {metrics.step} of {run_file.run.steps}: `{program()} run` with the same settings and without "
               "--fresh goes on from the last checkpoint")
     if ending.reason != "failed":
         code = code or verdict(run_file, metrics, found, ending.reason == "stopped")
@@ -139,8 +157,9 @@ def report(run_file: RunFile, folder: RunFolder, ending: Ending, found: Audit, s
     if ending.error:
         print(f"slipstream: {ending.error}", file=sys.stderr, flush=True)
     if rewards := metrics.first_and_last_reward:
-        print(f"reward {rewards[0]:.2f} -> {rewards[1]:.2f} in {metrics.step} steps, {time.monotonic() - started:.0f} s, "
-              f"{found.sentence}", flush=True)
+        now, took = max(0, metrics.step - before), f"{time.monotonic() - started:.0f} s"
+        share = took if not before else f"the last {now} of them in {took}" if now else "none of them now"
+        print(f"reward {rewards[0]:.2f} -> {rewards[1]:.2f} in {metrics.step} steps, {share}, {found.sentence}", flush=True)
     return code
 
 
@@ -167,6 +186,13 @@ def display_name(folder: RunFolder) -> str:
     if folder.path.parent == Path("runs").resolve():
         return folder.path.name
     return os.path.relpath(folder.path) if folder.path.is_relative_to(Path.cwd()) else str(folder.path)
+
+
+def program() -> str:
+    """How to call this program from here: by its name where PATH has it, else by its path."""
+    if shutil.which("slipstream") or Path(sys.argv[0]).name != "slipstream":
+        return "slipstream"
+    return os.path.relpath(sys.argv[0]) if Path(sys.argv[0]).is_relative_to(Path.cwd()) else sys.argv[0]
 
 
 def example_prompt(run_file: RunFile) -> str:

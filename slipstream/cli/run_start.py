@@ -63,13 +63,13 @@ def free(folder: RunFolder) -> None:
                           "set run.folder to another one")
 
 
-def lay_out(folder: RunFolder, run: config.RunFile, fresh: bool) -> None:
+def lay_out(folder: RunFolder, run: config.RunFile, fresh: bool) -> Start:
     """Make the locked folder ready for a start: emptied when `fresh`, else checked to hold this run or none.
 
     A run that ended before its first policy version is none: other settings may take its place. Raises ConfigError as `start`.
     """
     with writing(folder):
-        match start(folder, run, fresh):
+        match made := start(folder, run, fresh):
             case Start.OVER:
                 _empty(folder, keep=())
             case Start.FORK:
@@ -80,6 +80,7 @@ def lay_out(folder: RunFolder, run: config.RunFile, fresh: bool) -> None:
         for stale in (*folder.services.glob("*.json"), folder.state):
             stale.unlink(missing_ok=True)
         auth.create_secret(folder.path)
+        return made
 
 
 def _published(folder: RunFolder) -> bool:
@@ -117,7 +118,8 @@ def _changed(folder: RunFolder, run: config.RunFile) -> str | None:
     changed = [f"{name} was {old} and is {new}" for name, old, new in different(
         before.model_dump(mode="json"), run.model_dump(mode="json")) if not name.startswith(("run.folder", "service."))]
     return (f"{folder.path} holds a run with other settings ({'; '.join(changed[:3])}{'; ...' if len(changed) > 3 else ''}): "
-            "set another run.name, or delete what it trained and start over with --fresh")
+            f"set them back (all are in {folder.run_file}), set another run.name, or delete what it trained and start over "
+            "with --fresh")
 
 
 def different(before: Any, after: Any, only: tuple[str, ...] = ("",), place: str = "") -> Iterator[tuple[str, str, str]]:

@@ -328,5 +328,6 @@ class Supervisor:
             "processes": {p.instance: {"service": p.service, "pid": p.pid, "state": p.state, "restarts": p.restarts}
                           for p in self.processes},
             "stall": str(self._stalls.stall) if self._stalls.stall else "",
+            "ending": vars(self._ending) if self._ending else None,
             "events": [{"time_unix": at, "event": event} for at, event in self.events],
         })

@@ -37,6 +37,11 @@ class Snapshot:
     events: Sequence[tuple[float, str]] = field(default_factory=tuple)
     stall: str = ""  # why the run does not get on; "" when it does
 
+    @property
+    def failed_groups(self) -> int:
+        """Groups that came to nothing: each of their samples failed or ran out of time."""
+        return int(self.figure("buffer", "failed_groups") or 0)
+
     def figure(self, service: str, name: str) -> float | None:
         """A figure that the processes of this service tell, summed over them; None when none does."""
         values = [s.figures[name] for s in self.services if s.service == service and name in s.figures]
@@ -63,9 +68,12 @@ def line(snapshot: Snapshot) -> str:
         parts.append(f"versions {','.join(versions)}")
     if names := snapshot.metrics.last.get("alarms"):
         parts.append(f"alarms {','.join(names)}")
+    if snapshot.failed_groups:
+        parts.append(f"failed groups {snapshot.failed_groups}")
     if restarts := sum(s.restarts for s in snapshot.services):
         parts.append(f"restarts {restarts}")
-    return f"{clock(time.time())} " + "  ".join(parts)
+    at = m.last.get("time_unix", time.time()) if snapshot.state in ("ended", "gone") else time.time()
+    return f"{clock(at)} " + "  ".join(parts)
 
 
 def alarms(snapshot: Snapshot) -> list[str]:
@@ -90,7 +98,7 @@ def _title(snapshot: Snapshot) -> Text:
 
 def _progress(snapshot: Snapshot, width: int) -> Table:
     step = snapshot.metrics.step
-    per_step_s = snapshot.metrics.seconds_per_step
+    per_step_s = None if snapshot.state == "ended" else snapshot.metrics.seconds_per_step
     rest = f"{duration((snapshot.steps - step) * per_step_s)} left at {1 / per_step_s:.2f} steps/s" if per_step_s else ""
     grid = Table.grid(padding=(0, 1))
     grid.add_row(f"step {step}/{snapshot.steps}", ProgressBar(snapshot.steps, step, width=max(20, min(60, width - 50))),
@@ -129,7 +137,8 @@ def _buffer(snapshot: Snapshot) -> str:
     size, quota = snapshot.figure("buffer", "buffer_bytes"), snapshot.figure("buffer", "buffer_quota_bytes")
     full = "-" if size is None else f"{size / 1e6:.1f} MB" + (f" of {quota / 1e6:.0f}" if quota else "")
     return (f"{count(snapshot.figure('buffer', 'buffer_open_draws'))} draws open, "
-            f"{count(snapshot.figure('buffer', 'buffer_outstanding_groups'))} outstanding, bodies {full}")
+            f"{count(snapshot.figure('buffer', 'buffer_outstanding_groups'))} outstanding, bodies {full}"
+            + (f", {snapshot.failed_groups} groups failed" if snapshot.failed_groups else ""))
 
 
 def services_table(snapshot: Snapshot, sentence: int | None = None) -> Table:

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import signal
+import time
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ from rich.console import Console
 from slipstream import config
 from slipstream.cli import embedded_redis, toml_text
 from slipstream.cli.audit import Audit, Balance, audit
+from slipstream.cli.existing_run import status
 from slipstream.cli.metrics import Metrics, sparkline
 from slipstream.cli.processes import Command, Death, Limits, Process, last_words
 from slipstream.cli.run import report
-from slipstream.cli.run_folder import RunFolder
+from slipstream.cli.run_folder import RunFolder, write_json, write_run_file
 from slipstream.cli.supervisor import Ending
 from slipstream.cli.survey import ServiceStatus
 from slipstream.cli.view import Snapshot, draw, duration, line, waits_line
@@ -155,8 +157,11 @@ def test_the_view_before_the_first_step(tmp_path: Path) -> None:
 
 def test_plain_line(tmp_path: Path) -> None:
     """One line with the same figures."""
-    assert line(a_snapshot(tmp_path)).split(" ", 1)[1] == (
+    snapshot = a_snapshot(tmp_path)
+    assert line(snapshot).split(" ", 1)[1] == (
         "step 40/250  reward 0.48  tokens/s 45.7k  lag 0.9  gap 2.00e-03  versions 41  restarts 1")
+    snapshot.services[0].figures["failed_groups"] = 3
+    assert "  failed groups 3  " in line(snapshot)
     assert waits_line(a_snapshot(tmp_path)).split(" ", 1)[1] == (
         "step 40/250  buffer serving; rollout-0 serving; trainer-0 serving, waits 4 s for batch 41: 3 groups unfinished")
     assert [duration(s) for s in (5, 184, 7384)] == ["5 s", "3:04", "2:03:04"]
@@ -180,6 +185,50 @@ def test_last_line_and_exit_code(
     last = out.strip().splitlines()[-1]
     assert last.startswith("reward 0.27 -> 0.84 in 20 steps, ") and last.endswith(f"s, {found.sentence}")
     assert bool(err) == bool(expected)
+
+
+@pytest.mark.parametrize(("before", "said"), [(0, "in 20 steps, 9 s, "), (12, "in 20 steps, the last 8 of them in 9 s, "),
+                                              (20, "in 20 steps, none of them now, ")])
+def test_the_seconds_of_a_start_are_those_of_its_own_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, before: int, said: str,
+) -> None:
+    """A run that goes on, or is finished already, does not claim earlier steps for this start's time."""
+    write_lines(tmp_path / "metrics.jsonl", [{"step": s, "reward_mean": 0.5} for s in range(1, 21)])
+    monkeypatch.setattr("slipstream.cli.run.time.monotonic", lambda: 9.0)
+    report(a_run(tmp_path), RunFolder(tmp_path), Ending("finished"), Audit(20, 40, 20, 0, 0), 0.0, before)
+    assert said in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_groups_that_failed_are_told_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An environment that raises for some tasks is no silent loss."""
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "reward_mean": 0.5}])
+    for failed, told in ((0, False), (39, True)):
+        balance = Balance(made=679, dropped=40, open=0, numbered_batch=1, groups_per_batch=2, failed=failed)
+        report(a_run(tmp_path), RunFolder(tmp_path), Ending("finished"), Audit(1, 4, 2, 0, 0), 0.0, 0, balance)
+        assert ("failed   39 of 679 groups" in capsys.readouterr().out) == told
+
+
+@pytest.mark.parametrize(("state", "said"), [
+    (None, "was not started yet"), ({"state": "ended", "ending": vars(Ending("finished"))}, "is finished"),
+    ({"state": "ended", "ending": vars(Ending("failed", "no GPU", 1))}, "failed: no GPU"),
+    ({"state": "ended", "ending": vars(Ending("stopped"))}, "was stopped: `slipstream run`"),
+    ({"state": "running", "ending": None}, "its supervisor was killed"),
+    ({"state": "draining buffer", "ending": vars(Ending("stopped"))}, "its supervisor was killed"),
+])
+def test_status_says_how_a_run_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], state: dict[str, Any] | None, said: str,
+) -> None:
+    """And the time in its line is that of the last step, not of the question."""
+    run = a_run(tmp_path)
+    folder = RunFolder(tmp_path)
+    write_run_file(folder, run, "127.0.0.1:1")
+    write_lines(folder.metrics, [{"step": 1, "reward_mean": 0.5, "time_unix": 3600.0}])
+    if state is not None:
+        write_json(folder.state, {"processes": {}, **state})
+    status(str(tmp_path), as_json=False)
+    line, *_, last = capsys.readouterr().out.splitlines()
+    assert said in last
+    assert state is None or line.startswith(time.strftime("%H:%M:%S", time.localtime(3600.0)))
 
 
 # -- processes ----------------------------------------------------------------------------------------------------------
