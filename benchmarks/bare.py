@@ -42,7 +42,8 @@ class Sampler:
         self.run = run
         self.environment = load(run.environments[0].entry, run.environments[0].args)
         policy, self.tokenizer = model.build(run.model, run.run.seed, run.deterministic)
-        self.decoder = Decoder(policy, run.rollout.slots, run.rollout.context, deterministic=run.deterministic)
+        self.decoder = Decoder(
+            policy, run.rollout.slots, run.rollout.context, deterministic=run.deterministic, compiled=run.rollout.compile)
         self.stop = model.stop_token_ids(self.tokenizer, policy)
 
     def batch(self, k: int) -> list[Group]:
@@ -81,8 +82,9 @@ def learner(run: config.RunFile) -> Learner:
 
 def synchronous(run: config.RunFile, threads: int, log: Path) -> None:
     """Generate, train, generate, train, in one process."""
-    trained, sampler = learner(run), Sampler(run)
-    torch.set_num_threads(threads)
+    trained = learner(run)
+    torch.set_num_threads(threads)  # before the decoder chooses its kernels
+    sampler = Sampler(run)
     for k in range(1, run.run.steps + 1):
         sampler.decoder.load(trained.weights(), policy_pb2.PolicyVersion(number=k, step=k - 1))
         figures = trained.step(sampler.batch(k), k)

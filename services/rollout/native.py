@@ -11,8 +11,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -43,6 +45,12 @@ def kernel() -> Callable[..., None]:
             'g++), or set rollout.compile = "none"')
     key = hashlib.sha256(repr((SOURCE.read_bytes(), FLAGS, NATIVE, compiler, _processor())).encode()).hexdigest()[:16]
     library = Path(cache_dir()) / "slipstream" / f"one_query-{key}.so"
+    library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = library.parent.stat()
+    if found.st_uid not in (0, os.getuid()) or stat.S_IMODE(found.st_mode) & 0o022:  # /tmp is everybody's
+        raise ConfigError(
+            f"rollout.compile: others may write to {library.parent}, and so choose what is run: chmod 700 it, or set "
+            "TORCHINDUCTOR_CACHE_DIR to a folder of this user")
     if not library.exists():
         _compile(compiler, library)
     function = ctypes.CDLL(str(library)).one_query
@@ -88,7 +96,6 @@ def _processor() -> str:
 
 
 def _compile(compiler: str, library: Path) -> None:
-    library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made = Path(folder) / library.name
         command = [compiler, *FLAGS, *NATIVE, str(SOURCE), "-o", str(made)]

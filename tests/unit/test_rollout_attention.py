@@ -117,3 +117,14 @@ def test_only_the_fast_decoder_uses_it(deterministic, expected):
     built, _ = model.build(config.Model(build=BUILD), 0, deterministic)
     Decoder(built, 4, 16, deterministic=deterministic)
     assert built.config._attn_implementation == expected
+
+
+@has_compiler
+def test_a_library_that_others_may_replace_is_not_loaded(monkeypatch, tmp_path):
+    (tmp_path / "slipstream").mkdir(mode=0o777)
+    (tmp_path / "slipstream").chmod(0o777)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    with pytest.raises(ConfigError, match="others may write to"):
+        native.kernel.__wrapped__()
+    (tmp_path / "slipstream").chmod(0o700)
+    assert native.kernel.__wrapped__()
