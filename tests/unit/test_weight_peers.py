@@ -15,11 +15,9 @@ from hypothesis import strategies as st
 
 from services.rollout import near, peers
 from services.rollout.peer_memory import PeerMemory
-from services.rollout.peers import Pace
 from slipstream import tls_authority
 from slipstream.auth_credentials import Credentials
-from slipstream.errors import ConfigError, Exhausted, from_rpc_error
-from slipstream.lifecycle import SystemClock
+from slipstream.errors import Exhausted, from_rpc_error
 from slipstream.manifest import Held, RawTensor, read_manifest, write_version
 from slipstream.objects import FileStore
 from slipstream.protos.types.v1.policy_pb2 import PolicyVersion
@@ -288,24 +286,6 @@ async def test_a_worker_answers_so_many_at_once(
         memory.for_others("a", 5, lambda: asyncio.sleep(0, (b"", None)), True)
 
 
-def test_what_a_loaded_version_lies_in_is_offered_for_nothing() -> None:
-    """Views of tensors share the memory of what is kept, so it is not counted as long as they live: a version of any size stays
-    on offer while it is loaded, and goes, oldest first, once it is not."""
-    memory = PeerMemory(100)
-    views = []
-    for i in range(1, 9):
-        memory.keep(str(i), bytes([i]) * 30)
-        views.append(memoryview(memory.held(str(i)) or b"")[5:25])
-    assert memory.bytes == 0 and all(memory.held(str(i)) for i in range(1, 9))
-    memory.trim()
-    assert all(memory.held(str(i)) for i in range(1, 9))
-    views.clear()
-    assert memory.bytes == 240
-    memory.held("1")
-    memory.trim()
-    assert memory.bytes == 90 and [i for i in range(1, 9) if memory.held(str(i))] == [1, 7, 8]
-
-
 async def test_a_peer_that_leaves_the_list_ends_nobodys_read(
     fleet: Fleet, store: CountingStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -363,30 +343,6 @@ async def test_a_member_that_goes_moves_only_its_own_ranges(fleet: Fleet, store:
     await gone.source.close()
 
 
-def test_what_peers_cost_is_made_up_for_with_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waiting that the store would have cost, too, is not lost; answers that brought nothing are. Time makes up."""
-    now = [0.0]
-    clock = SystemClock()
-    monkeypatch.setattr(clock, "monotonic", lambda: now[0])
-    pace = Pace(clock)
-    for _ in range(1000):
-        pace.peer_took(0, 0.09, useful=True)  # twice QUICK_S is as good as the store
-        pace.peer_took(0, 0.04, useful=False)
-    assert pace.patient
-    for _ in range(30):
-        pace.store_took(0, 1.0)  # a store that takes a second
-    pace.peer_took(0, 1.9, useful=True)
-    assert pace.patient
-    monkeypatch.setattr(peers, "LOST_MOST_S", 20.0)
-    pace.peer_took(0, peers.LOST_MOST_S + 0.1, useful=False)
-    assert not pace.patient
-    now[0] += 1.5
-    assert pace.patient
-    for _ in range(10):
-        pace.peer_took(0, 2.1 + peers.LOST_MOST_S / 10, useful=True)  # slower than the store, each time
-    assert not pace.patient
-
-
 async def test_only_rollout_workers_of_the_run_are_served_and_within_their_quota(
     tmp_path: Path, store: CountingStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -410,9 +366,3 @@ async def test_only_rollout_workers_of_the_run_are_served_and_within_their_quota
         with pytest.raises(grpc.aio.AioRpcError, match="has used its quota of 600 bytes"):
             for _ in range(20):
                 assert await ask(fleet.readers[0], request, of["rollout"]) == b"abc"
-
-
-def test_plaintext_to_another_machine_is_refused_at_start() -> None:
-    """As for every other address."""
-    with pytest.raises(ConfigError, match=r"objects.near.peers: workers:50051 is not loopback"):
-        peers.Peers(("workers:50051",), RUN, lambda: "", Credentials("rollout"), SystemClock())
