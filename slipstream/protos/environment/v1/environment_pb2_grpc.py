@@ -27,8 +27,13 @@ if _version_not_supported:
 
 class EnvironmentServiceStub:
     """What a user implements, in any language, to bring tasks and answer actions. An episode is reset, stepped until `done`,
-    closed. Lists carry many episodes in one call; each item has its own status. Items of one episode are ordered by
-    `sequence`: the same number again must give the same reply without acting twice; a gap is FAILED_PRECONDITION.
+    closed. Lists carry many episodes in one call; results come in their order, one each, with a status of its own. Items of one
+    episode are ordered by `sequence`: the same number again must give the same reply without acting twice, a failure included.
+
+    What the worker does about the status of an item: UNAVAILABLE or RESOURCE_EXHAUSTED: it asks again, after a growing pause.
+    NOT_FOUND in Step: it starts the episode afresh under a new id, three times at most. Anything else: the sample is closed as
+    failed, with the status's message. About that of a whole call: UNAVAILABLE, or nobody there: it asks again until there is an
+    answer. Over its deadline (environments.step_timeout_s and a second), or anything else: all items of the call have failed.
     """
 
     def __init__(self, channel):
@@ -61,8 +66,13 @@ class EnvironmentServiceStub:
 
 class EnvironmentServiceServicer:
     """What a user implements, in any language, to bring tasks and answer actions. An episode is reset, stepped until `done`,
-    closed. Lists carry many episodes in one call; each item has its own status. Items of one episode are ordered by
-    `sequence`: the same number again must give the same reply without acting twice; a gap is FAILED_PRECONDITION.
+    closed. Lists carry many episodes in one call; results come in their order, one each, with a status of its own. Items of one
+    episode are ordered by `sequence`: the same number again must give the same reply without acting twice, a failure included.
+
+    What the worker does about the status of an item: UNAVAILABLE or RESOURCE_EXHAUSTED: it asks again, after a growing pause.
+    NOT_FOUND in Step: it starts the episode afresh under a new id, three times at most. Anything else: the sample is closed as
+    failed, with the status's message. About that of a whole call: UNAVAILABLE, or nobody there: it asks again until there is an
+    answer. Over its deadline (environments.step_timeout_s and a second), or anything else: all items of the call have failed.
     """
 
     def Describe(self, request, context):
@@ -73,14 +83,20 @@ class EnvironmentServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Reset(self, request, context):
-        """Start episodes. Idempotent by (episode, sequence = 0). Errors per item: OUT_OF_RANGE for a task index beyond the end.
+        """Start episodes. Idempotent by (episode, sequence = 0). Errors per item (in brackets ErrorInfo.reason of the SDK):
+        OUT_OF_RANGE (TASK_INDEX) for a task index beyond the end; ALREADY_EXISTS (EPISODE_EXISTS) for an episode that runs another
+        task; RESOURCE_EXHAUSTED (MAX_EPISODES) while max_episodes are open; INTERNAL (ENVIRONMENT_ERROR) for a failure of the
+        environment's own code; DEADLINE_EXCEEDED (TIMEOUT) for an item that is not ready in time.
+        Error of the whole call: INVALID_ARGUMENT (EPISODE) when an episode has no id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Step(self, request, context):
-        """Answer actions. Errors per item: NOT_FOUND for an unknown episode (the worker starts it afresh).
+        """Answer actions. Errors per item: NOT_FOUND (EPISODE_UNKNOWN) for an unknown episode: the worker starts it afresh;
+        FAILED_PRECONDITION (SEQUENCE_GAP) for a number other than the last or the next, or while the last is at work;
+        FAILED_PRECONDITION (EPISODE_OVER) after `done` or a failure; INTERNAL and DEADLINE_EXCEEDED as for Reset.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -126,8 +142,13 @@ def add_EnvironmentServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class EnvironmentService:
     """What a user implements, in any language, to bring tasks and answer actions. An episode is reset, stepped until `done`,
-    closed. Lists carry many episodes in one call; each item has its own status. Items of one episode are ordered by
-    `sequence`: the same number again must give the same reply without acting twice; a gap is FAILED_PRECONDITION.
+    closed. Lists carry many episodes in one call; results come in their order, one each, with a status of its own. Items of one
+    episode are ordered by `sequence`: the same number again must give the same reply without acting twice, a failure included.
+
+    What the worker does about the status of an item: UNAVAILABLE or RESOURCE_EXHAUSTED: it asks again, after a growing pause.
+    NOT_FOUND in Step: it starts the episode afresh under a new id, three times at most. Anything else: the sample is closed as
+    failed, with the status's message. About that of a whole call: UNAVAILABLE, or nobody there: it asks again until there is an
+    answer. Over its deadline (environments.step_timeout_s and a second), or anything else: all items of the call have failed.
     """
 
     @staticmethod

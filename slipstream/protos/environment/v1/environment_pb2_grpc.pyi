@@ -28,8 +28,13 @@ GRPC_VERSION: str
 
 class EnvironmentServiceStub:
     """What a user implements, in any language, to bring tasks and answer actions. An episode is reset, stepped until `done`,
-    closed. Lists carry many episodes in one call; each item has its own status. Items of one episode are ordered by
-    `sequence`: the same number again must give the same reply without acting twice; a gap is FAILED_PRECONDITION.
+    closed. Lists carry many episodes in one call; results come in their order, one each, with a status of its own. Items of one
+    episode are ordered by `sequence`: the same number again must give the same reply without acting twice, a failure included.
+
+    What the worker does about the status of an item: UNAVAILABLE or RESOURCE_EXHAUSTED: it asks again, after a growing pause.
+    NOT_FOUND in Step: it starts the episode afresh under a new id, three times at most. Anything else: the sample is closed as
+    failed, with the status's message. About that of a whole call: UNAVAILABLE, or nobody there: it asks again until there is an
+    answer. Over its deadline (environments.step_timeout_s and a second), or anything else: all items of the call have failed.
     """
 
     @_typing.overload
@@ -39,33 +44,59 @@ class EnvironmentServiceStub:
     Describe: _grpc.UnaryUnaryMultiCallable[_environment_pb2.DescribeRequest, _environment_pb2.DescribeResponse]
     """What this environment offers. No precondition; idempotent."""
     Reset: _grpc.UnaryUnaryMultiCallable[_environment_pb2.ResetRequest, _environment_pb2.ResetResponse]
-    """Start episodes. Idempotent by (episode, sequence = 0). Errors per item: OUT_OF_RANGE for a task index beyond the end."""
+    """Start episodes. Idempotent by (episode, sequence = 0). Errors per item (in brackets ErrorInfo.reason of the SDK):
+    OUT_OF_RANGE (TASK_INDEX) for a task index beyond the end; ALREADY_EXISTS (EPISODE_EXISTS) for an episode that runs another
+    task; RESOURCE_EXHAUSTED (MAX_EPISODES) while max_episodes are open; INTERNAL (ENVIRONMENT_ERROR) for a failure of the
+    environment's own code; DEADLINE_EXCEEDED (TIMEOUT) for an item that is not ready in time.
+    Error of the whole call: INVALID_ARGUMENT (EPISODE) when an episode has no id.
+    """
     Step: _grpc.UnaryUnaryMultiCallable[_environment_pb2.StepRequest, _environment_pb2.StepResponse]
-    """Answer actions. Errors per item: NOT_FOUND for an unknown episode (the worker starts it afresh)."""
+    """Answer actions. Errors per item: NOT_FOUND (EPISODE_UNKNOWN) for an unknown episode: the worker starts it afresh;
+    FAILED_PRECONDITION (SEQUENCE_GAP) for a number other than the last or the next, or while the last is at work;
+    FAILED_PRECONDITION (EPISODE_OVER) after `done` or a failure; INTERNAL and DEADLINE_EXCEEDED as for Reset.
+    """
     Close: _grpc.UnaryUnaryMultiCallable[_environment_pb2.CloseRequest, _environment_pb2.CloseResponse]
     """Forget episodes. Idempotent; unknown ones are OK."""
 
 @_typing.type_check_only
 class EnvironmentServiceAsyncStub(EnvironmentServiceStub):
     """What a user implements, in any language, to bring tasks and answer actions. An episode is reset, stepped until `done`,
-    closed. Lists carry many episodes in one call; each item has its own status. Items of one episode are ordered by
-    `sequence`: the same number again must give the same reply without acting twice; a gap is FAILED_PRECONDITION.
+    closed. Lists carry many episodes in one call; results come in their order, one each, with a status of its own. Items of one
+    episode are ordered by `sequence`: the same number again must give the same reply without acting twice, a failure included.
+
+    What the worker does about the status of an item: UNAVAILABLE or RESOURCE_EXHAUSTED: it asks again, after a growing pause.
+    NOT_FOUND in Step: it starts the episode afresh under a new id, three times at most. Anything else: the sample is closed as
+    failed, with the status's message. About that of a whole call: UNAVAILABLE, or nobody there: it asks again until there is an
+    answer. Over its deadline (environments.step_timeout_s and a second), or anything else: all items of the call have failed.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Describe: _aio.UnaryUnaryMultiCallable[_environment_pb2.DescribeRequest, _environment_pb2.DescribeResponse]  # type: ignore[assignment]
     """What this environment offers. No precondition; idempotent."""
     Reset: _aio.UnaryUnaryMultiCallable[_environment_pb2.ResetRequest, _environment_pb2.ResetResponse]  # type: ignore[assignment]
-    """Start episodes. Idempotent by (episode, sequence = 0). Errors per item: OUT_OF_RANGE for a task index beyond the end."""
+    """Start episodes. Idempotent by (episode, sequence = 0). Errors per item (in brackets ErrorInfo.reason of the SDK):
+    OUT_OF_RANGE (TASK_INDEX) for a task index beyond the end; ALREADY_EXISTS (EPISODE_EXISTS) for an episode that runs another
+    task; RESOURCE_EXHAUSTED (MAX_EPISODES) while max_episodes are open; INTERNAL (ENVIRONMENT_ERROR) for a failure of the
+    environment's own code; DEADLINE_EXCEEDED (TIMEOUT) for an item that is not ready in time.
+    Error of the whole call: INVALID_ARGUMENT (EPISODE) when an episode has no id.
+    """
     Step: _aio.UnaryUnaryMultiCallable[_environment_pb2.StepRequest, _environment_pb2.StepResponse]  # type: ignore[assignment]
-    """Answer actions. Errors per item: NOT_FOUND for an unknown episode (the worker starts it afresh)."""
+    """Answer actions. Errors per item: NOT_FOUND (EPISODE_UNKNOWN) for an unknown episode: the worker starts it afresh;
+    FAILED_PRECONDITION (SEQUENCE_GAP) for a number other than the last or the next, or while the last is at work;
+    FAILED_PRECONDITION (EPISODE_OVER) after `done` or a failure; INTERNAL and DEADLINE_EXCEEDED as for Reset.
+    """
     Close: _aio.UnaryUnaryMultiCallable[_environment_pb2.CloseRequest, _environment_pb2.CloseResponse]  # type: ignore[assignment]
     """Forget episodes. Idempotent; unknown ones are OK."""
 
 class EnvironmentServiceServicer(metaclass=_abc_1.ABCMeta):
     """What a user implements, in any language, to bring tasks and answer actions. An episode is reset, stepped until `done`,
-    closed. Lists carry many episodes in one call; each item has its own status. Items of one episode are ordered by
-    `sequence`: the same number again must give the same reply without acting twice; a gap is FAILED_PRECONDITION.
+    closed. Lists carry many episodes in one call; results come in their order, one each, with a status of its own. Items of one
+    episode are ordered by `sequence`: the same number again must give the same reply without acting twice, a failure included.
+
+    What the worker does about the status of an item: UNAVAILABLE or RESOURCE_EXHAUSTED: it asks again, after a growing pause.
+    NOT_FOUND in Step: it starts the episode afresh under a new id, three times at most. Anything else: the sample is closed as
+    failed, with the status's message. About that of a whole call: UNAVAILABLE, or nobody there: it asks again until there is an
+    answer. Over its deadline (environments.step_timeout_s and a second), or anything else: all items of the call have failed.
     """
 
     @_abc_1.abstractmethod
@@ -82,7 +113,12 @@ class EnvironmentServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _environment_pb2.ResetRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_environment_pb2.ResetResponse, _abc.Awaitable[_environment_pb2.ResetResponse]]:
-        """Start episodes. Idempotent by (episode, sequence = 0). Errors per item: OUT_OF_RANGE for a task index beyond the end."""
+        """Start episodes. Idempotent by (episode, sequence = 0). Errors per item (in brackets ErrorInfo.reason of the SDK):
+        OUT_OF_RANGE (TASK_INDEX) for a task index beyond the end; ALREADY_EXISTS (EPISODE_EXISTS) for an episode that runs another
+        task; RESOURCE_EXHAUSTED (MAX_EPISODES) while max_episodes are open; INTERNAL (ENVIRONMENT_ERROR) for a failure of the
+        environment's own code; DEADLINE_EXCEEDED (TIMEOUT) for an item that is not ready in time.
+        Error of the whole call: INVALID_ARGUMENT (EPISODE) when an episode has no id.
+        """
 
     @_abc_1.abstractmethod
     def Step(
@@ -90,7 +126,10 @@ class EnvironmentServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _environment_pb2.StepRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_environment_pb2.StepResponse, _abc.Awaitable[_environment_pb2.StepResponse]]:
-        """Answer actions. Errors per item: NOT_FOUND for an unknown episode (the worker starts it afresh)."""
+        """Answer actions. Errors per item: NOT_FOUND (EPISODE_UNKNOWN) for an unknown episode: the worker starts it afresh;
+        FAILED_PRECONDITION (SEQUENCE_GAP) for a number other than the last or the next, or while the last is at work;
+        FAILED_PRECONDITION (EPISODE_OVER) after `done` or a failure; INTERNAL and DEADLINE_EXCEEDED as for Reset.
+        """
 
     @_abc_1.abstractmethod
     def Close(
