@@ -56,7 +56,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     for service, methods, roles in _TABLE for method in methods.split()}
 _ARITY = {False: "unary", True: "stream"}
 # Services that anybody who reaches the port may ask: probes and tools. They tell health and the public contract.
-OPEN = frozenset({"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection", "grpc.reflection.v1.ServerReflection"})
+OPEN = frozenset({"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"})
 
 
 class PermissionDenied(SlipstreamError):

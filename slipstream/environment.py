@@ -9,9 +9,9 @@
             word = "".join(task.random.choices("abc", k=4))
             return Reset(word + "=", answer=word[::-1])
 
-One object serves all episodes; what belongs to one episode lies in `episode.state`, which is handed to `step`. Methods may be
-`async`. Plain ones run in threads, several episodes at once, unless the class promises with `inline = True` that they return
-within microseconds.
+One object serves all episodes; what belongs to one episode goes into `Reset(state=...)` and is `episode.state` in `step`.
+Methods may be `async`. Plain ones run in threads, several episodes at once, unless the class promises with `inline = True`
+that they return within microseconds. docs/guides/environments.md tells all of it.
 
     serve(Reverse(), port=50061)                  # in one process:  slipstream env serve my_env:Reverse --port 50061
     async with connect(settings) as client:       # in another; `settings` is a table of [[environments]] in the run file
@@ -95,11 +95,15 @@ class Observation:
 
 @dataclass(slots=True)
 class Reset(Observation):
-    """First observation of an episode, and what the scorer needs: the right answer, who scores, a JSON object."""
+    """First observation of an episode, and what the scorer needs: the right answer, who scores, a JSON object.
+
+    `state` is what `episode.state` begins with: it stays with the environment, nobody else sees it.
+    """
 
     answer: str = ""
     scorer: str = ""  # empty = the environment's
     info: dict[str, Any] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict, kw_only=True)
 
 
 @dataclass(slots=True)
@@ -123,7 +127,8 @@ class Step:
 
 @dataclass(slots=True)
 class Episode:
-    """One running episode: its task, what reset returned, the number of this turn (1-based), and room for your own state."""
+    """One running episode: its task, what reset returned, the number of this turn (1-based), and your own state, which begins
+    as `Reset.state`."""
 
     id: str
     task: Task
@@ -255,13 +260,15 @@ async def describe(settings: config.Environment, credentials: Credentials | None
 
 def serve(
     environment: Environment, host: str = "127.0.0.1", port: int = 0, name: str = "", credentials: Credentials | None = None,
-    health_port: int = 0, metrics_port: int = 0,
+    health_port: int = 0, metrics_port: int = 0, insecure: bool = False, log_content: bool = False,
 ) -> None:
     """Serve an environment over gRPC until SIGTERM or Ctrl-C; prints the address. port 0 = a free one.
 
+    A host that is not loopback needs certificates in `credentials`, or `insecure`: plaintext for everybody who reaches it
+    (ConfigError without either). `log_content`: log lines quote what exceptions of your code say, as they do at a terminal.
     `health_port` and `metrics_port` (0 = none) serve health in plaintext, for probes, and Prometheus metrics.
     For a server inside a running event loop use slipstream.environments.server.EnvironmentServer.
     """
     from slipstream.environments import server  # after this module: the server is built from its types
 
-    server.run(environment, host, port, name, credentials, health_port, metrics_port)
+    server.run(environment, host, port, name, credentials, health_port, metrics_port, insecure, log_content)

@@ -25,7 +25,8 @@ from typing import TextIO
 
 _ROOT = "slipstream"
 _FIELDS, _QUOTES = "slipstream_fields", "slipstream_quotes"
-WITHHELD = "(withheld, see security.log_content)"
+OPTION = "security.log_content"  # what lets such text through
+WITHHELD = f"(withheld, see {OPTION})"
 # Beginnings that our own code writes: "environment e: reset raised KeyError", "exception: Boom", "ValueError", "non-finite".
 _KIND = re.compile(
     r"(?:environment [\w.-]+: )?(?:(?:reset|step|start) raised |exception: |sandbox: )[\w.]+"
@@ -40,10 +41,10 @@ class Content(str):
     __slots__ = ()
 
 
-def withheld(text: str) -> str:
-    """What is left of such a text: the kind of failure that it begins with."""
+def withheld(text: str, mark: str = WITHHELD) -> str:
+    """What is left of such a text: the kind of failure that it begins with, and `mark`."""
     kind = _KIND.match(text)
-    return f"{kind[0]} {WITHHELD}" if kind else WITHHELD
+    return f"{kind[0]} {mark}" if kind else mark
 
 
 class Log:
@@ -86,11 +87,12 @@ def get(name: str) -> Log:
 
 def configure(
     service: str, instance: str, run: str, stream: TextIO | None = None, level: str = "INFO", content: bool = False,
+    option: str = OPTION,
 ) -> None:
-    """Send every log line of this process to `stream` (default: stderr) as JSON, `Content` only if asked for. Calling again
-    replaces the former target."""
+    """Send every log line of this process to `stream` (default: stderr) as JSON, `Content` only if asked for: by `option`,
+    which lines without it name. Calling again replaces the former target."""
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(_JsonLines(service, instance, run, content))
+    handler.setFormatter(_JsonLines(service, instance, run, content, option))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
@@ -98,9 +100,9 @@ def configure(
 
 
 class _JsonLines(logging.Formatter):
-    def __init__(self, service: str, instance: str, run: str, content: bool) -> None:
+    def __init__(self, service: str, instance: str, run: str, content: bool, option: str) -> None:
         super().__init__()
-        self._content = content
+        self._content, self._mark = content, f"(withheld, see {option})"
         self._process = {"service": service, "instance": instance, "run": run}
 
     def format(self, record: logging.LogRecord) -> str:
@@ -112,21 +114,21 @@ class _JsonLines(logging.Formatter):
             "message": record.getMessage(),
         }
         for name, value in getattr(record, _FIELDS, {}).items():
-            line.setdefault(name, value if self._content or not isinstance(value, Content) else withheld(value))
+            line.setdefault(name, value if self._content or not isinstance(value, Content) else withheld(value, self._mark))
         if record.exc_info and (error := record.exc_info[1]) is not None:
             told = self._content or not getattr(record, _QUOTES, False)
             if getattr(record, _QUOTES, False):
-                line["message"] = f"{line['message']}: {error!r}" if told else f"{line['message']}: {_kind(error)}"
-            line["traceback"] = "".join(traceback.format_exception(error) if told else _frames(error))
+                line["message"] = f"{line['message']}: {error!r}" if told else f"{line['message']}: {_kind(error, self._mark)}"
+            line["traceback"] = "".join(traceback.format_exception(error) if told else _frames(error, self._mark))
         return _PROOFS.sub(r"\1\2***", json.dumps(line, default=str))
 
 
-def _kind(error: BaseException) -> str:
-    return f"{type(error).__name__} {WITHHELD}"
+def _kind(error: BaseException, mark: str) -> str:
+    return f"{type(error).__name__} {mark}"
 
 
-def _frames(error: BaseException) -> list[str]:
+def _frames(error: BaseException, mark: str) -> list[str]:
     """A traceback without messages: where it was raised, through its causes."""
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    before = [*_frames(cause), "\n"] if cause is not None else []
-    return [*before, *traceback.format_tb(error.__traceback__), f"{_kind(error)}\n"]
+    before = [*_frames(cause, mark), "\n"] if cause is not None else []
+    return [*before, *traceback.format_tb(error.__traceback__), f"{_kind(error, mark)}\n"]

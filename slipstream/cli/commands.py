@@ -202,9 +202,13 @@ def env_serve(
         "--arg", metavar="KEY=VALUE", help="Argument of the class. Repeatable.")] = None,
     name: Annotated[str, typer.Option(help="Name that Describe tells; default: the class's.")] = "",
     tls_dir: Annotated[str, typer.Option("--tls-dir", help="Folder of certificates; without, plaintext for everybody.")] = "",
+    insecure: Annotated[bool, typer.Option(
+        "--insecure", help="Allow plaintext, for everybody who reaches it, on a --host that is not loopback.")] = False,
     run: Annotated[str, typer.Option("--run", metavar="NAME", help="With certificates of one run only: its name.")] = "",
     health_port: Annotated[int, typer.Option(min=0, max=65535, help="Plaintext port for probes; 0 = none.")] = 0,
     metrics_port: Annotated[int, typer.Option(min=0, max=65535, help="Prometheus port; 0 = none.")] = 0,
+    log_content: Annotated[bool, typer.Option(
+        "--log-content", help="Log what exceptions of your code say, which may quote prompts; at a terminal always.")] = False,
     debug: Debug = False,
 ) -> None:
     """Serve an environment over gRPC until Ctrl-C."""
@@ -212,7 +216,7 @@ def env_serve(
     from slipstream.cli.environments import arguments, proven
     environment.serve(
         environment.load(entry, arguments(arg or []), "MODULE:CLASS"), host, port, name, proven(tls_dir, "environment", run),
-        health_port, metrics_port)
+        health_port, metrics_port, insecure, log_content)
 
 
 @env.command("check")

@@ -233,7 +233,9 @@ class Episodes:
             raise TypeError(f"reset returned scorer = {reset.scorer!r}; a str is needed")
         if reset.info:
             json.dumps(reset.info)
-        record.episode = Episode(episode, record.task, reset)
+        if not isinstance(reset.state, dict):
+            raise TypeError(f"reset returned state = {reset.state!r}; a dict is needed")
+        record.episode = Episode(episode, record.task, reset, state=reset.state)
         return reset
 
     def _stepped(self, episode: str, value: Any) -> Step:

@@ -4,7 +4,7 @@ consumes: lists of resets and steps        produces: one status and observation 
 waits for: user code                       unblocked by: its return, or GRACE_S before the caller's deadline
 
 With certificates only the services of a run and the person who runs it may call; without, calls are plaintext and carry
-no token: whoever reaches the address may call.
+no token: whoever reaches the address may call, so an address off loopback has to be meant (`insecure`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from slipstream.environment import Environment
 from slipstream.environments import wire
 from slipstream.environments.episodes import IDLE_S, Episodes
 from slipstream.environments.remote import CONTRACT, GRACE_S
-from slipstream.errors import InvalidInput
+from slipstream.errors import ConfigError, InvalidInput
 from slipstream.lifecycle import Clock, SystemClock
 from slipstream.protos.environment.v1 import environment_pb2 as pb
 from slipstream.protos.environment.v1 import environment_pb2_grpc
@@ -82,11 +82,19 @@ class EnvironmentServer:
     def __init__(
         self, environment: Environment, host: str = "127.0.0.1", port: int = 0, name: str = "", idle_s: float = IDLE_S,
         clock: Clock | None = None, credentials: Credentials | None = None, health_port: int = 0, metrics_port: int = 0,
+        insecure: bool = False,
     ) -> None:
-        """`health_port`: health in plaintext, for probes; `metrics_port`: Prometheus. 0 = none of either."""
+        """`health_port`: health in plaintext, for probes; `metrics_port`: Prometheus. 0 = none of either.
+
+        Raises ConfigError for a host that is not loopback without certificates, unless it is meant to be `insecure`.
+        """
         clock = clock or SystemClock()
         self.episodes = Episodes(environment, name, idle_s, clock.monotonic)
         if not (credentials is not None and credentials.secure) and not rpc.is_loopback(f"{host}:{port}"):
+            if not insecure:
+                raise ConfigError(
+                    f"--host {host} is not loopback and would be plaintext for everybody who reaches it: pass --tls-dir with a "
+                    "folder of certificates, --host 127.0.0.1, or --insecure if you trust the network")
             log.warning("plaintext and open to everybody who reaches this address; let only the network that you trust in",
                         host=host)
         self._server = rpc.Server(host, port, [
@@ -121,7 +129,7 @@ class EnvironmentServer:
 
 def run(
     environment: Environment, host: str = "127.0.0.1", port: int = 0, name: str = "", credentials: Credentials | None = None,
-    health_port: int = 0, metrics_port: int = 0,
+    health_port: int = 0, metrics_port: int = 0, insecure: bool = False, log_content: bool = False,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C: the calls in flight may end, then the process does. A second signal ends it at once."""
 
@@ -138,7 +146,7 @@ def run(
             loop.add_signal_handler(number, stop)
         async with EnvironmentServer(
                 environment, host, port, name, credentials=credentials, health_port=health_port,
-                metrics_port=metrics_port) as server:
+                metrics_port=metrics_port, insecure=insecure) as server:
             d = server.episodes.description
             tasks = f"{d.tasks} tasks" if d.tasks else "a task for every index"
             scored = f"scorer {d.scorer}" if d.scorer else "gives rewards itself"
@@ -146,7 +154,9 @@ def run(
             await stopping.wait()
 
     # At a terminal whoever wrote the environment watches: its exceptions say what they say.
-    logs.configure("environment", name or type(environment).__name__, "", content=sys.stderr.isatty())
+    logs.configure(
+        "environment", name or type(environment).__name__, "", content=log_content or sys.stderr.isatty(),
+        option="--log-content")
     rpc.run(main())
 
 

@@ -84,7 +84,10 @@ def test_the_environment_server_understands_its_arguments() -> None:
     given = serve.make_context("serve", list(container["args"])).params
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert (given["port"], given["metrics_port"], given["health_port"]) == (ports["grpc"], ports["metrics"], ports["health"])
-    assert given["arg"] == ["digits=4000000"] and given["tls_dir"] == "/etc/slipstream/tls"
+    assert given["arg"] == ["digits=4000000"] and given["tls_dir"] == "/etc/slipstream/tls" and not given["insecure"]
+    container = main_container(next(pod for _, pod in pods(render("environment", "tls.enabled=false", "logContent=true"))))
+    given = serve.make_context("serve", list(container["args"])).params
+    assert given["insecure"] and given["log_content"]  # plaintext off loopback has to be meant, and with tls off it is
 
 
 def stop_takes_s(service: str) -> float:

@@ -15,11 +15,12 @@ class Guess(Environment):
 
     def reset(self, task: Task) -> Reset:
         self.acted.append("reset")
-        return Reset(f"guess {task.index}?", answer=str(task.random.randrange(10)), info={"index": task.index})
+        return Reset(
+            f"guess {task.index}?", answer=str(task.random.randrange(10)), info={"index": task.index}, state={"tried": []})
 
     def step(self, episode: Episode, action: Action) -> Step:
         self.acted.append(f"step {episode.turn}")
-        tried = episode.state.setdefault("tried", [])
+        tried = episode.state["tried"]
         tried.append(action.text)
         if action.text == episode.reset.answer or episode.turn == 3:
             right = action.text == episode.reset.answer
@@ -58,6 +59,8 @@ class Broken(Environment):
                 self.hang.wait(30)
             case 5:
                 return Reset("x", answer=3)  # type: ignore[arg-type]
+            case 7:
+                return Reset("x", state=3)  # type: ignore[arg-type]
         return f"task {task.index}"
 
     def step(self, episode: Episode, action: Action):

@@ -101,14 +101,15 @@ async def test_order_and_names_are_checked_item_by_item(client):
 async def test_a_failing_episode_never_fails_its_list_mates(client):
     """User code that raises or returns nonsense is an INTERNAL value naming environment, episode and exception."""
     async with client("Broken") as c:
-        results = await c.reset([EpisodeReset(f"e{i}", Task(i, 0)) for i in (0, 1, 2, 3, 5, 6)])
-        assert [getattr(r, "text", None) for r in results] == ["task 0", None, None, None, None, "task 6"]
+        results = await c.reset([EpisodeReset(f"e{i}", Task(i, 0)) for i in (0, 1, 2, 3, 5, 6, 7)])
+        assert [getattr(r, "text", None) for r in results] == ["task 0", None, None, None, None, "task 6", None]
         raised = results[1]
         assert raised.code == 13 and raised.reason == "ENVIRONMENT_ERROR"
         assert raised.metadata["episode"] == "e1" and raised.metadata["exception"] == "ZeroDivisionError: division by zero"
         assert "reset returned int" in results[2].message
         assert "exactly one of text, messages and tokens" in results[3].message
         assert "answer = 3; a str is needed" in results[4].message
+        assert "state = 3; a dict is needed" in results[6].message
         await c.reset([EpisodeReset(f"s{i}", Task(10, 0)) for i in range(4)])
         steps = await c.step([step("s0", 1, "raise"), step("s1", 1, "nan"), step("s2", 1, "nothing"), step("s3", 1, "fine")])
         assert [type(s) for s in steps] == [SlipstreamError, SlipstreamError, SlipstreamError, Step]

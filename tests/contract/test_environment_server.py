@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import signal
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from environment_cases import Guess
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from slipstream import config, rpc
+from slipstream import auth, config, rpc
 from slipstream.environment import Action, EpisodeReset, EpisodeStep, Reset, Task, connect, describe
 from slipstream.environments.remote import RemoteEnvironment
 from slipstream.environments.server import EnvironmentServer
@@ -30,10 +31,11 @@ def at(address: str, **more) -> config.Environment:
 
 
 @contextlib.asynccontextmanager
-async def served(entry: str, folder: Path):
+async def served(entry: str, folder: Path, *options: str, stderr: int | None = None):
     """`slipstream env serve entry` in `folder`; yields (process, the line that it prints)."""
     process = await asyncio.create_subprocess_exec(
-        Path(sys.executable).with_name("slipstream"), "env", "serve", entry, cwd=folder, stdout=asyncio.subprocess.PIPE)
+        Path(sys.executable).with_name("slipstream"), "env", "serve", entry, *options, cwd=folder,
+        stdout=asyncio.subprocess.PIPE, stderr=stderr)
     try:
         async with asyncio.timeout(30):
             line = (await process.stdout.readline()).decode()
@@ -70,6 +72,7 @@ async def test_health_reflection_and_status():
             iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
         names = [s.name async for reply in listing for s in reply.list_services_response.service]
         assert {"slipstream.environment.v1.EnvironmentService", "slipstream.types.v1.StatusService"} <= set(names)
+        assert set(names) >= auth.OPEN  # what anybody may ask is what is served, reflection of one version
         async with connect(at(server.address)) as client:
             await client.reset([EpisodeReset("a", Task(0, 0)), EpisodeReset("b", Task(1, 0))])
             await client.close(["a"])
@@ -98,6 +101,33 @@ async def test_plaintext_beyond_this_machine_has_to_be_allowed():
     connect(at("10.0.0.7:50061", insecure=True))
     assert [rpc.is_loopback(a) for a in ("localhost:1", "127.0.0.9:1", "[::1]:1", "unix:/x", "example.org:1", "0.0.0.0:1")] == [
         True, True, True, True, False, False]
+
+
+async def test_a_server_beyond_this_machine_has_to_be_meant():
+    """Plaintext on an address that others reach needs insecure; the refusal, before it listens, names the ways."""
+    with pytest.raises(ConfigError, match=r"--host 0\.0\.0\.0 is not loopback .*--tls-dir .*--insecure"):
+        EnvironmentServer(Guess(), host="0.0.0.0")
+    async with EnvironmentServer(Guess(), host="0.0.0.0", insecure=True) as server:
+        assert (await describe(at(f"127.0.0.1:{server.address.rpartition(':')[2]}"))).tasks == 100
+
+
+@pytest.mark.parametrize("options, logged", [
+    ((), "reset raised: ValueError (withheld, see --log-content)"),
+    (("--log-content",), "reset raised: ValueError('my secret')"),
+])
+async def test_a_log_file_quotes_user_code_only_when_asked(tmp_path, options, logged):
+    """Without a terminal, what an exception says is withheld, and the line names the option of this command that shows it."""
+    (tmp_path / "raising.py").write_text(
+        "from slipstream.environment import Environment\n\n\nclass Raising(Environment):\n"
+        "    def reset(self, task):\n        raise ValueError('my ' + 'secret')\n")
+    async with (
+        served("raising:Raising", tmp_path, *options, stderr=asyncio.subprocess.PIPE) as (process, line),
+        connect(at(line.split()[-1])) as client,
+    ):
+        [failed] = await client.reset([EpisodeReset("e", Task(0, 0))])
+        assert isinstance(failed, SlipstreamError) and "my secret" in failed.message
+        said = json.loads(await asyncio.wait_for(process.stderr.readline(), 10))
+        assert said["message"] == logged and ("my secret" in said["traceback"]) is bool(options)
 
 
 async def test_a_restarted_server_is_waited_for_and_its_episodes_start_afresh():

@@ -7,7 +7,11 @@ The run file is the ConfigMap {{ .Values.run.configMap }}, the same for every ch
 After a change restart every service: --set run.revision=2 in each upgrade, or kubectl rollout restart.
 {{- end }}
 {{- if not .Values.tls.enabled }}
+{{- if eq .Chart.Name "environment" }}
+Plaintext: tls.enabled is false; whoever reaches the address may call, so let the network policy say who does.
+{{- else }}
 Plaintext: tls.enabled is false, and the services refuse to listen off loopback without certificates.
+{{- end }}
 {{- else if .Values.tls.issuer.name }}
 Certificates: issued by the {{ .Values.tls.issuer.kind }} {{ .Values.tls.issuer.name }} (kubectl get certificate), reloaded without a restart.
 {{- else }}
