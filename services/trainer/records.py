@@ -1,6 +1,7 @@
 """What the trainer writes into the run folder: metrics, one line a step, and the record that an auditor judges it by.
 
-    <folder>/metrics.jsonl        {"step": 7, "reward_mean": 0.31, ...}; steps only grow: a resume cuts what is to be repeated
+    <folder>/metrics.jsonl        {"step": 7, "reward_mean": 0.31, ...}; steps only grow: a resume cuts what is to be repeated;
+                                  a figure that is not finite is null: JSON has no other word for it
     <folder>/audit/trainer.jsonl  {"batch": 7, "incarnation": 2, "samples": [[draw, index, body crc32c, ledger epoch,
                                   crc32c of the arrays in the loss], ...]}; on disk before the step is applied; lines are never
                                   removed, so a repeated step appears again, with the same samples and a higher incarnation
@@ -11,6 +12,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,8 +59,8 @@ class Records:
         return kept
 
     def metrics(self, entry: dict[str, Any]) -> None:
-        """Append one step's line; readers see whole lines only."""
-        self._metrics.write((json.dumps(entry, allow_nan=False) + "\n").encode())
+        """Append one step's line; readers see whole lines only. What is not finite, at any depth, is written as null."""
+        self._metrics.write((json.dumps(_finite(entry), allow_nan=False) + "\n").encode())
         self._metrics.flush()
 
     def audit(self, batch: int, incarnation: int, samples: Sequence[AuditEntry]) -> None:
@@ -81,6 +83,15 @@ class Records:
     def close(self) -> None:
         self._audit.close()
         self._metrics.close()
+
+
+def _finite(value: Any) -> Any:
+    """The same figures, None for those that JSON cannot say."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _end_torn_line(file: BinaryIO) -> None:

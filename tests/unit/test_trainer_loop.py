@@ -277,6 +277,16 @@ async def test_warm_up_is_kept(tmp_path, monkeypatch):
     assert len(warmups) == 1
 
 
+def test_figures_that_are_not_finite_are_null(tmp_path):
+    """A learning rate that overflowed, a ratio of 0 to 0: the line says null, at any depth, and the trainer goes on."""
+    records = Records(tmp_path)
+    infinite = float("inf")
+    records.metrics({"step": 1, "loss": float("nan"), "lags": {"0": infinite}, "ends": [-infinite, 0.5], "alarms": None})
+    records.close()
+    assert lines(tmp_path / "metrics.jsonl") == [
+        {"step": 1, "loss": None, "lags": {"0": None}, "ends": [None, 0.5], "alarms": None}]
+
+
 async def test_records_survive_a_torn_line(tmp_path):
     """A line without an end, as a kill leaves it, spoils neither the audit's next line nor the metrics."""
     (tmp_path / "audit").mkdir()
