@@ -191,17 +191,20 @@ def _tail(log: Path, start: int) -> list[str]:
 
 
 def last_words(log: Path, start: int = 0) -> str:
-    """The last error in a log of JSON lines, from byte `start` on, in one line; else its last line."""
-    words = ""
+    """The last error in a log of JSON lines, from byte `start` on, in one line; else its last line.
+
+    A traceback that was printed after that error, or without one, is later: its last line is what counts.
+    """
+    words, printed = "", ""
     for line in reversed(_tail(log, start)):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
         except json.JSONDecodeError:
-            words = words or line.strip()
-            if words == line.strip() and not line.startswith(" "):
-                return words[:500]
+            if line.startswith("Traceback (most recent call last):") and printed:
+                return printed[:500]
+            printed = printed or line.strip()
             continue
         if not isinstance(record, dict):
             continue
@@ -210,4 +213,4 @@ def last_words(log: Path, start: int = 0) -> str:
             detail = str(record.get("error", "")).strip().splitlines()
             return (message[-1] + (f": {detail[-1]}" if detail and detail[-1] not in message[-1] else ""))[:500]
         words = words or (message[-1] if message else line.strip())
-    return words[:500]
+    return (printed or words)[:500]

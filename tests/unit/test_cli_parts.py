@@ -246,7 +246,7 @@ def test_restart_policy(tmp_path: Path) -> None:
 
 
 def test_last_words(tmp_path: Path) -> None:
-    """The last error of a JSON log; the last line of a traceback; only of this life."""
+    """The last error of a JSON log, whatever was printed after it; the last line of a later traceback; only of this life."""
     log = tmp_path / "x.log"
     log.write_text('{"level": "error", "message": "old"}\n')
     start = log.stat().st_size
@@ -255,8 +255,18 @@ def test_last_words(tmp_path: Path) -> None:
     assert last_words(log, start) == "disk is full"
     start = log.stat().st_size
     with log.open("a") as file:
-        file.write('Traceback (most recent call last):\n  File "x.py", line 1\nValueError: bad\n')
+        file.write('{"level": "error", "message": "earlier"}\n'
+                   'Traceback (most recent call last):\n  File "x.py", line 1\nValueError: bad\n')
     assert last_words(log, start) == "ValueError: bad"
+    start = log.stat().st_size
+    with log.open("a") as file:
+        file.write('{"level": "error", "message": "experts = 3 do not divide"}\n{"level": "info", "message": "stopped"}\n'
+                   "W1130 09:23:08 Sending process 7 closing signal SIGTERM\nranks of the trainer ended: {0: 2, 1: 2}\n")
+    assert last_words(log, start) == "experts = 3 do not divide"
+    start = log.stat().st_size
+    with log.open("a") as file:
+        file.write('{"level": "info", "message": "serving"}\nerror: no such option\n')
+    assert last_words(log, start) == "error: no such option"
     assert last_words(log, log.stat().st_size) == "" and last_words(tmp_path / "none") == ""
 
 
