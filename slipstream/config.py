@@ -23,6 +23,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from slipstream.config_ranks import runs_on_many
 from slipstream.config_sections import (
     Buffer,
     Environment,
@@ -105,6 +106,7 @@ class RunFile(Section):
         self._compiled_may_differ()
         self._mini_steps_have_a_use()
         self._shared_is_one_machine()
+        runs_on_many(self)
         self._guesses_can_be_judged()
         names = [e.name for e in self.environments]
         if duplicate := next((n for n in names if names.count(n) > 1), None):
@@ -286,7 +288,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"run file {path} cannot be read: {error}") from None
     except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"run file {path} is not valid {path.suffix[1:].upper() or 'TOML'}: {error}") from None
+        raise ConfigError(f"run file {path} is not valid {'JSON' if path.suffix == '.json' else 'TOML'}: {error}") from None
     for override in overrides:
         _apply(data, override)
     return parse(data, str(path))
@@ -366,11 +368,21 @@ def _explain(source: str, error: Any) -> str:
         near = difflib.get_close_matches(str(error["loc"][-1]), section.model_fields, n=1, cutoff=0.5)
         known = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(section.model_fields)}"
         return f"{source}: unknown key {place}; {known}"
+    if error["type"] == "missing" and isinstance(error["loc"][-1], int):
+        return (f"{source}: {place.rpartition('.')[0]} = {error['input']!r}: it has too few values; "
+                "see docs/reference/settings.md for how many")
     if error["type"] == "missing":
         return f"{source}: {place} is missing; set it"
     if error["type"] == "value_error":
         return f"{source}: {place + ': ' if place else ''}{error['ctx']['error']}"
     field = section.model_fields.get(str(error["loc"][-1])) if error["loc"] else None
-    said = "it should be a table" if error["type"] == "model_type" else error["msg"].replace("Input should", "it should", 1)
+    said = error["msg"].replace("Input should", "it should", 1)
+    if error["type"] == "model_type":
+        said = "it should be a table"
+    elif error["type"] == "string_pattern_mismatch":
+        said = "it may not be that"  # what may be, its sentence says in words
+    elif error["type"] == "string_type" and isinstance(error["input"], int | float):
+        quoted = json.dumps(str(error["input"]))
+        said += f"; in quotes it is one: {error['loc'][-1]} = {quoted}, or --set {place}='{quoted}'"
     meant = f". It is: {field.description}" if field and field.description else ""
     return f"{source}: {place} = {error['input']!r}: {said}{meant}"

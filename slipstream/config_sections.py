@@ -12,9 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 
 class Section(BaseModel):
-    """Base of every table of the run file: frozen, unknown keys refused."""
+    """Base of every table of the run file: frozen, unknown keys refused, every number finite."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -23,7 +23,8 @@ Seconds = Annotated[float, Field(gt=0)]
 
 class Run(Section):
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]{0,62}$")] = Field(
-        description="Id of the run; everything durable is keyed by it."
+        description="Id of the run; everything durable is keyed by it: 1 to 63 lower-case letters, digits, dots and hyphens, "
+        "the first a letter or a digit."
     )
     folder: str = Field(default="", description="Local folder for logs, metrics and file:// objects; default runs/<name>.")
     seed: int = Field(default=0, ge=0, description="Root of every random stream of the run.")

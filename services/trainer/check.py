@@ -2,13 +2,15 @@
 
     python -m services.trainer.check --run-file PATH
 
-Builds the model of `model.build`, without memory, and runs it once if it is small; a large one, and what `model.path` names, is
-left to the trainer's start. Exit code 2 and one line when it cannot be used.
+Builds the model without memory, and asks whether its heads and experts can be spread over the ranks of `trainer.parallel`, and
+whether prompts of in-process environments leave room for an answer. What `model.build` names is run once if it is small; a
+large one, and what `model.path` names, is left to the trainer's start. Exit code 2 and one line when it cannot be used.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,14 @@ from typing import Any
 import torch
 
 from services.trainer.learner import Learner
-from slipstream import config, logs
+from services.trainer.warmup import prompt_tokens
+from slipstream import config, logs, seeds
+from slipstream.environment import EpisodeReset, Reset, Task, connect
 from slipstream.errors import ConfigError
-from slipstream.model import build
+from slipstream.model import from_outline, outline
 
 SMALL = 50_000_000  # parameters that are built for a check alone
+PROMPTS = 8  # of an environment, of which one has to fit
 
 log = logs.get("trainer.check")
 
@@ -42,6 +47,43 @@ def positions_suffice(model: Any, run: config.RunFile) -> None:
         "goes beyond what it was made for; lower it, unless all are shorter")
 
 
+def ranks_can_share(model: Any, run: config.RunFile) -> None:
+    """Raises ConfigError, naming the settings, when trainer.parallel cannot split this model, which may have no memory."""
+    if run.trainer.parallel.ranks == 1:
+        return
+    from services.trainer.parallel import learner, mesh  # what one rank never needs
+
+    mesh.fits(model, run.trainer.parallel)
+    if run.model.lora:
+        learner.adapts_whole(model, run.model.lora, run.trainer.parallel)
+
+
+async def prompts_leave_room(tokenizer: Any, run: config.RunFile) -> None:
+    """Raises ConfigError when none of the first prompts of an in-process environment can be encoded, or has room for an answer,
+    and when the environment cannot be entered. One that fails to reset says nothing here: the run names its failures.
+    """
+    for settings in run.environments:
+        if not settings.entry:
+            continue
+        async with connect(settings) as client:
+            count = min(PROMPTS, client.description.tasks or PROMPTS)
+            found = await client.reset([
+                EpisodeReset(f"check-{i}", Task(i, seeds.task_seed(run.run.seed, settings.name, i), settings.name))
+                for i in range(count)])
+        lengths, refusals = [], []
+        for reset in (r for r in found if isinstance(r, Reset)):
+            try:
+                lengths.append(len(prompt_tokens(tokenizer, reset)))
+            except ConfigError as error:
+                refusals.append(error)
+        if refusals and not lengths:
+            raise ConfigError(f"environments.{settings.name}: {refusals[0].message}")
+        if lengths and min(lengths) >= run.rollout.context:
+            raise ConfigError(
+                f"environments.{settings.name}: {min(lengths)} prompt tokens leave no room in a context of "
+                f"{run.rollout.context}; raise rollout.context")
+
+
 def prove_forward(learner: Learner, run: config.RunFile) -> None:
     """Run the model on two tokens. Raises ConfigError when its configuration lets it be built but not be used."""
     model = learner.model
@@ -59,13 +101,17 @@ def main(run_file: Path) -> int:
     """The command; its exit code."""
     try:
         run = config.load(run_file)
+        shape, tokenizer = outline(run.model)
+        with torch.device("meta"):
+            empty = from_outline(shape, getattr(torch, run.model.dtype), "grouped_mm")
+        ranks_can_share(empty, run)
         if run.model.build is not None:
-            with torch.device("meta"):
-                empty, _ = build(run.model, run.run.seed, run.deterministic)
             if run.sft is None:
                 positions_suffice(empty, run)
             if sum(p.numel() for p in empty.parameters()) <= SMALL:
                 prove_forward(Learner(run), run)
+            if run.sft is None:
+                asyncio.run(prompts_leave_room(tokenizer, run))
     except ConfigError as error:
         print(error.message, file=sys.stderr)
         return 2

@@ -74,7 +74,7 @@ def prompt_tokens(tokenizer: Any, reset: Reset) -> Sequence[int]:
     else:
         prompt = supervised.encoded(tokenizer, reset.text or "", WHOSE)
     if not prompt:
-        raise ConfigError("the warm-up got an empty prompt from an environment; nothing predicts its answer's first token")
+        raise ConfigError("an environment gave an empty prompt; nothing predicts its answer's first token")
     return prompt
 
 

@@ -1,6 +1,7 @@
 """`--dry-run`: the resolved run file, everything that cannot work, and what a start would make of the run folder.
 
-Standard output is TOML, the verdict a comment at its end; what cannot work goes to standard error, one line each.
+Standard output is TOML, the verdict a comment at its end; what cannot work goes to standard error, one line each, and then the
+settings are left out.
 """
 
 from __future__ import annotations
@@ -27,8 +28,6 @@ def sft(settings: RunFile, fresh: bool) -> int:
 
 
 def _tell(settings: RunFile, fresh: bool, look: Callable[[RunFile], Awaitable[list[str]]]) -> int:
-    print(dumps(settings.model_dump(mode="json")), end="", flush=True)
-
     async def looked() -> list[str]:
         return await look(settings)
 
@@ -38,6 +37,8 @@ def _tell(settings: RunFile, fresh: bool, look: Callable[[RunFile], Awaitable[li
         start = run_start.start(folder, settings, fresh)
     except ConfigError as error:
         found.append(error.message)
+    if not found:
+        print(dumps(settings.model_dump(mode="json")), end="", flush=True)
     for problem in found:
         print(f"slipstream: {problem}", file=sys.stderr)
     verdict = f"{len(found)} things speak" if len(found) > 1 else "one thing speaks" if found else "nothing speaks"

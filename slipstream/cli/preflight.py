@@ -39,6 +39,8 @@ async def check(run: RunFile) -> None:
     await redis(run)
     await asyncio.gather(*(environment(settings, run) for settings in run.environments))
     buffer_port(run)
+    if run.trainer.parallel.ranks > 1:  # whose start takes longer than this, and ends in many logs
+        await built_model(run)
 
 
 Look = Callable[[RunFile], Awaitable[None] | None]
@@ -83,8 +85,11 @@ async def dataset(run: RunFile) -> None:
 
 
 async def built_model(run: RunFile) -> None:
-    """The model that is to be built can be built and run: tried in a process of its own, which loads torch."""
-    if run.model.build is None or importlib.util.find_spec("transformers") is None:
+    """The model that is to be built can be built and run, prompts fit into rollout.context, and on several ranks any model can
+    be spread over them: tried in a process of its own, which loads torch and users' environments.
+    """
+    alone = run.trainer.parallel.ranks == 1
+    if (run.model.build is None and (alone or run.model.gguf_file)) or importlib.util.find_spec("transformers") is None:
         return
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(run.model_dump(mode="json"), file)
@@ -111,7 +116,8 @@ def model(run: RunFile) -> None:
         return
     path = Path(settings.path)
     if not path.is_dir():
-        raise ConfigError(f"model.path = {settings.path}: {path.resolve()} is not a directory; download the model there, or "
+        where = f"{path.resolve()} is" if path.resolve() != path else "that is"
+        raise ConfigError(f"model.path = {settings.path}: {where} not a directory; download the model there, or "
                           "set model.path to a Hugging Face model directory")
     needed = settings.gguf_file or "config.json"
     if not (path / needed).is_file():

@@ -14,7 +14,6 @@ import torch
 from services.trainer import packed_attention
 from services.trainer.learner import Learner
 from services.trainer.packing import Row, in_order_of, trained_rows
-from services.trainer.parallel.learner import refuse
 from services.trainer.ranks import Alone
 from slipstream import config
 from slipstream.errors import ConfigError
@@ -98,9 +97,7 @@ def test_a_model_that_looks_along_the_row_is_found_out_by_trying() -> None:
 
 
 def test_what_packing_does_not_go_with_is_refused() -> None:
-    """Sequences shared by ranks; a rope that depends on the length of what it is given."""
-    with pytest.raises(ConfigError, match="trainer.packing = packed beside trainer.parallel.context above 1"):
-        refuse(run_file(trainer={"packing": "packed", "parallel": {"ranks": 2, "context": 2}}))
+    """A rope that depends on the length of what it is given."""
     shape = SHAPES["qwen3_moe"] | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
     with pytest.raises(ConfigError, match="rope_type dynamic depends on the length"):
         Learner(run("qwen3_moe", "packed", shape))

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from services.trainer.learner import Learner
-from services.trainer.parallel.learner import refuse
 from services.trainer.parallel.partition import cost, partition
 from slipstream.errors import ConfigError
 from tests.parallel import learner_cases, ranks
@@ -78,16 +77,6 @@ def test_rows_are_shared_by_what_they_cost() -> None:
     loads = sorted(sum(costs[i] for i in part) for part in parts)
     assert loads[2] <= 1.2 * loads[0]
     assert partition([1, 1], 4).count([]) == 2
-
-
-@pytest.mark.parametrize(("sections", "told"), [
-    (dict(model={"lora": {"save_merged": True}}), "model.lora.save_merged"),
-    (dict(schedule={"mode": "pinned"}), "schedule.deterministic"),
-])
-def test_what_does_not_run_on_many_ranks_is_refused_by_name(sections, told: str) -> None:
-    with pytest.raises(ConfigError, match="trainer.parallel.ranks = 2 does not go together with") as error:
-        refuse(run_file(trainer={"parallel": {"ranks": 2}}, **sections))
-    assert told in error.value.message
 
 
 @pytest.mark.parametrize(("settings", "told"), [

@@ -21,6 +21,11 @@ def test_minimal_file_resolves_with_defaults():
     assert not run.deterministic
 
 
+def ranks(count, minibatches=1, packing="rows", **mesh):
+    """A trainer of so many ranks."""
+    return {"trainer": {"minibatches": minibatches, "packing": packing, "parallel": {"ranks": count, **mesh}}}
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -59,7 +64,27 @@ def test_minimal_file_resolves_with_defaults():
         ({"schedule": {"group_size": 1}}, ["schedule.group_size = 1", "at least 2"]),
         ({"environments": []}, ["environments"]),
         ({"environments": [{"name": "e", "entry": "m:C"}, {"name": "e", "entry": "m:C"}]}, ["'e'", "twice"]),
-        ({"run": {"name": "Bad Name"}}, ["run.name", "'Bad Name'"]),
+        ({"run": {"name": "Bad Name"}},
+         ["run.name", "'Bad Name': it may not be that. It is", "lower-case letters, digits, dots and hyphens"]),
+        ({"run": {"name": 42}}, ["run.name = 42", "--set run.name='\"42\"'"]),
+        ({"trainer": {"betas": [0.9]}}, ["trainer.betas = [0.9]", "too few values"]),
+        ({"trainer": {"betas": [0.9, float("inf")]}}, ["trainer.betas.1 = inf", "finite"]),
+        ({"trainer": {"learning_rate": float("inf")}}, ["trainer.learning_rate = inf", "finite number"]),
+        ({"trainer": {"learning_rate": float("nan")}}, ["trainer.learning_rate = nan", "finite number"]),
+        (ranks(2, context=2, packing="packed"),
+         ["parallel.ranks = 2 and", "parallel.context = 2", "trainer.packing = packed", "packing = rows, or context = 1"]),
+        (ranks(2, context=2, minibatches=2) | {"algorithm": {"route_replay": "trainer"}},
+         ["parallel.ranks = 2 and", "parallel.context = 2", "algorithm.route_replay = trainer", "route_replay = auto"]),
+        (ranks(2) | {"schedule": {"mode": "pinned"}},
+         ["parallel.ranks = 2 with schedule.mode = pinned", "schedule.deterministic = true", "set ranks = 1, or"]),
+        (ranks(2) | {"schedule": {"deterministic": True}},
+         ["parallel.ranks = 2 with schedule.deterministic = true", "set ranks = 1, or"]),
+        (ranks(2, tensor=2) | {"model": {"path": "m", "lora": {"targets": ["attention"]}}},
+         ["parallel.ranks = 2 and", "parallel.tensor = 2", "model.lora", "set tensor = 1"]),
+        (ranks(2) | {"model": {"path": "m", "lora": {"save_merged": True}}},
+         ["parallel.ranks = 2 with", "model.lora.save_merged = true", "set it to false"]),
+        (ranks(2, experts=2) | {"model": {"path": "m", "lora": {}}},
+         ["parallel.experts = 2", "experts in model.lora.targets", 'targets = ["attention"], or experts = 1']),
     ],
 )
 def test_bad_settings_name_field_value_and_remedy(change, words):
@@ -94,8 +119,10 @@ def test_missing_and_broken_files_are_one_line(tmp_path):
     with pytest.raises(ConfigError, match=r"does not exist; examples/"):
         load(tmp_path / "nope.toml")
     (tmp_path / "broken.toml").write_text("a = ")
-    with pytest.raises(ConfigError, match="not valid TOML"):
-        load(tmp_path / "broken.toml")
+    (tmp_path / "README.md").write_text("# A run\nRead me.\n")
+    for name in ("broken.toml", "README.md"):
+        with pytest.raises(ConfigError, match="not valid TOML"):
+            load(tmp_path / name)
 
 
 def test_hash_follows_what_workers_must_agree_on():

@@ -28,6 +28,7 @@ from services.trainer.parallel.world import World
 from services.trainer.probes import Prober
 from services.trainer.snapshot import Allocate, Learning, Snapshot, restore, take
 from slipstream import config
+from slipstream.config_sections import Lora
 from slipstream.errors import ConfigError, InvalidInput
 from slipstream.manifest import RawTensor, weights_digest
 from slipstream.model import cooked, experts_of, files, raw
@@ -37,11 +38,11 @@ from slipstream.probes import Probes
 class ShardedLearner(Learner):
     """A `Learner` whose model is spread over the ranks of trainer.parallel. Every method is collective.
 
-    Raises ConfigError, naming the settings, for what does not run on many ranks.
+    Settings that do not run on many ranks are refused where the run file is read (slipstream/config_ranks.py); raises
+    ConfigError, naming the settings, for what does not fit the model.
     """
 
     def __init__(self, run: config.RunFile, learning_rate: float | None = None) -> None:
-        refuse(run)
         self.world = World(run)
         super().__init__(run, learning_rate, self.world)
         self.device, self.rank = self.world.device, self.world.rank
@@ -59,13 +60,7 @@ class ShardedLearner(Learner):
         """
         if (lora := self.run.model.lora) is None:
             return None
-        from slipstream.adapters import fused_targets  # needs an extra package
-
-        if self.run.trainer.parallel.experts > 1 and (fused := fused_targets(self.model, lora)):
-            raise ConfigError(
-                f"model.lora.targets = {list(lora.targets)} adapts {fused[0]}, and trainer.parallel.experts = "
-                f"{self.run.trainer.parallel.experts} spreads it over ranks, where PEFT cannot add to it; adapt attention, "
-                "or set experts = 1")
+        adapts_whole(self.model, lora, self.run.trainer.parallel)
         base = [raw(name, tensor) for name, tensor in self._gathered(self._own_weights()).items()]
         adapter = adapters.attached(self.model, self.run, base)
         vars(adapter)["digest"] = self.world.told(weights_digest(base))
@@ -170,21 +165,14 @@ class ShardedLearner(Learner):
         return found
 
 
-def refuse(run: config.RunFile) -> None:
-    """Raises ConfigError for settings that do not run on many ranks: by name, before anything is started."""
-    refused = [
-        (run.model.lora is not None and run.trainer.parallel.tensor > 1, "model.lora beside trainer.parallel.tensor above 1"),
-        (run.model.lora is not None and run.model.lora.save_merged, "model.lora.save_merged"),
-        (run.algorithm.route_replay == "trainer" and run.trainer.parallel.context > 1,
-         "algorithm.route_replay = trainer beside trainer.parallel.context above 1"),
-        (run.trainer.packing == "packed" and run.trainer.parallel.context > 1,
-         "trainer.packing = packed beside trainer.parallel.context above 1"),
-        (run.deterministic, "schedule.deterministic"),
-    ]
-    if found := [what for broken, what in refused if broken]:
+def adapts_whole(model: Any, lora: Lora, settings: config.Parallel) -> None:
+    """Raises ConfigError for an adapter of experts that are spread over ranks, by whatever name it was asked for."""
+    from slipstream.adapters import fused_targets  # needs an extra package
+
+    if settings.experts > 1 and (fused := fused_targets(model, lora)):
         raise ConfigError(
-            f"trainer.parallel.ranks = {run.trainer.parallel.ranks} does not go together with {', '.join(found)} yet; "
-            "set ranks = 1, or change the other")
+            f"model.lora.targets = {list(lora.targets)} adapts {fused[0]}, and trainer.parallel.experts = {settings.experts} "
+            "spreads it over ranks, where PEFT cannot add to it; adapt attention, or set experts = 1")
 
 
 def _first_names(model: Any) -> set[str]:

@@ -39,6 +39,7 @@ from services.trainer.parallel.hierarchical import Hierarchical
 from services.trainer.parallel.topology import topology
 from slipstream import config, logs
 from slipstream.errors import ConfigError
+from slipstream.model import experts_of
 
 log = logs.get("trainer.parallel")
 # It advises on the order of collectives, once for each tensor.
@@ -164,6 +165,10 @@ def fits(model: Any, settings: config.Parallel) -> None:
     if settings.experts > 1 and not model.ep_plan:
         raise ConfigError(
             f"trainer.parallel.experts = {settings.experts}, but {type(model).__name__} has no plan for experts; set it to 1")
+    if odd := next((int(m.num_experts) for m in experts_of(model) if m.num_experts % settings.experts), None):
+        raise ConfigError(
+            f"trainer.parallel.experts = {settings.experts} does not divide the {odd} experts of a layer of the model; set "
+            "it to a divisor")
     if settings.tensor > 1 and not model.tp_plan:
         raise ConfigError(
             f"trainer.parallel.tensor = {settings.tensor}, but {type(model).__name__} has no plan for tensors; set tensor = 1")
