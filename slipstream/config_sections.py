@@ -236,8 +236,8 @@ class Rollout(Section):
     heartbeat_s: Seconds = Field(default=15, description="Interval of heartbeats.")
     threads: int = Field(default=1, ge=0, description="CPU threads of torch; 0 = all.")
     compile: Literal["auto", "none", "attention", "all"] = Field(
-        default="auto", description="What of a decode pass is compiled, torch only: attention takes a second, all a minute or so "
-        "(see docs/guides/engines.md); auto = attention where there is a C compiler."
+        default="auto", description="What of a decode pass is compiled, torch only: attention takes a second, all a minute "
+        "or so (see docs/guides/engines.md); auto = attention where there is a C compiler."
     )
     python: str = Field(
         default="", description="Interpreter of rollout workers; empty = this, for vllm .venv-vllm/bin/python if it is there."
