@@ -1,6 +1,6 @@
 """What asynchrony gains, and what the services cost, on the demo's task.
 
-    python -m benchmarks.overlap --json FILE [--rounds 60] [--slice 1.5]
+    python -m benchmarks.overlap --json FILE [--steps 60] [--seeds 3] [--slice 1.5]
 
 Arms, all with the same kernels (deterministic = false):
 
@@ -8,16 +8,17 @@ Arms, all with the same kernels (deterministic = false):
     sync 1, sync 2          one process that generates and trains by turns, with one or two threads (benchmarks/bare.py)
     bare lag 1              generator and trainer as two processes and two pipes, without any service (benchmarks/bare.py)
 
-All are started, take their imports, warm-up and first steps, and stand still; then they run by turns for a slice each
-(benchmarks/slices.py). A figure is the median, over groups of ten rounds, of ratios within the group, so what else the machine
-does meanwhile weighs on all arms alike.
+Of each seed all are started, take their imports, warm-up and first steps, and stand still; then they run by turns, for a slice
+each, until all have done the same steps (benchmarks/slices.py): what else the machine does meanwhile weighs on all alike, and a
+step is compared with the same step, for they get shorter while the policy learns. Time of a step: that of steps SKIP + 1 to
+--steps by the arm's own clock. Figures are medians over seeds of ratios within a seed.
 
     async_over_lag0         lag 0 / best of lag 1 and lag 2
     async_over_best_sync    best of sync 1 and sync 2 / best of lag 1 and lag 2
     bound                   (wait + train) / max(wait, train) of lag 0, where `wait` is generation with all service time in it:
                             what perfect overlap of these two would give
     service_overhead        lag 1 / bare lag 1 - 1
-    final_reward_*          mean reward of ten steps, the last that all arms have done
+    final_reward_*          mean reward of the last ten steps
 """
 
 from __future__ import annotations
@@ -29,23 +30,20 @@ import sys
 import tempfile
 from pathlib import Path
 
-import numpy as np
-
 from benchmarks.record import publish
-from benchmarks.slices import ROOT, Arm, started, step_ms, turn
+from benchmarks.slices import ROOT, Arm, started, take_turns
 
 DEMO = ROOT / "examples" / "sort-digits" / "run.toml"
 SKIP = 10
 WINDOW = 10
-GROUP = 10
-STEPS = 100_000  # nobody gets there
+FOREVER = 100_000  # steps that nobody gets to
 
 
 def service_arm(folder: Path, seed: int, lag: int, durability: str) -> Arm:
     """A run with all services."""
     overrides = {
         "run.folder": folder / "run",
-        "run.steps": STEPS,
+        "run.steps": FOREVER,
         "run.seed": seed,
         "run.target_reward": 2.0,
         "schedule.max_lag": lag,
@@ -61,7 +59,7 @@ def service_arm(folder: Path, seed: int, lag: int, durability: str) -> Arm:
 def bare_arm(name: str, folder: Path, seed: int, *arguments: str) -> Arm:
     """A loop without services."""
     command = [sys.executable, "-m", "slipstream.cli", "run", str(DEMO), "--dry-run"]
-    for setting in (f"run.steps={STEPS}", f"run.seed={seed}", "schedule.deterministic=false"):
+    for setting in (f"run.steps={FOREVER}", f"run.seed={seed}", "schedule.deterministic=false"):
         command += ["--set", setting]
     resolved = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     run_file, log = folder / "run.toml", folder / "steps.jsonl"
@@ -82,47 +80,60 @@ def all_arms(folder: Path, seed: int, durability: str) -> list[Arm]:
     ]
 
 
-def figures(arms: dict[str, Arm], ms: dict[str, np.ndarray]) -> dict[str, float]:
+def step_ms(arm: Arm, steps: int) -> float:
+    """Milliseconds of a step in steady state."""
+    clock = arm.clock()
+    return float(clock[steps - 1] - clock[SKIP - 1]) / (steps - SKIP) * 1000
+
+
+def reward(log: list[dict], steps: int) -> float:
+    """Mean reward of the last steps."""
+    return statistics.fmean(line["reward_mean"] for line in log[steps - WINDOW : steps])
+
+
+def figures(ms: dict[tuple[str, int], float], logs: dict[tuple[str, int], list[dict]], steps: int) -> dict[str, float]:
     """See the module's text."""
-    fast = np.minimum(ms["lag 1"], ms["lag 2"])
-    logs = {name: arm.log() for name, arm in arms.items()}
-    last = min(map(len, logs.values()))
-    reward = {name: statistics.fmean(line["reward_mean"] for line in log[last - WINDOW : last]) for name, log in logs.items()}
-    waits = logs["lag 0"][SKIP:]
-    wait, train = (statistics.median(line[key] for line in waits) for key in ("wait_s", "step_s"))
+    seeds = sorted({seed for _, seed in ms})
+    fast = {s: min(ms["lag 1", s], ms["lag 2", s]) for s in seeds}
+    waits = [logs["lag 0", s][SKIP:steps] for s in seeds]
+    parts = [[statistics.median(line[key] for line in lines) for key in ("wait_s", "step_s")] for lines in waits]
     return {
-        "async_over_lag0": float(np.median(ms["lag 0"] / fast)),
-        "async_over_best_sync": float(np.median(np.minimum(ms["sync 1"], ms["sync 2"]) / fast)),
-        "bound": (wait + train) / max(wait, train),
-        "service_overhead": float(np.median(ms["lag 1"] / ms["bare lag 1"])) - 1,
-        "final_reward_async": reward["lag 1"],
-        "final_reward_sync": reward["sync 1"],
-        "reward_at_step": last,
+        "async_over_lag0": statistics.median(ms["lag 0", s] / fast[s] for s in seeds),
+        "async_over_best_sync": statistics.median(min(ms["sync 1", s], ms["sync 2", s]) / fast[s] for s in seeds),
+        "bound": statistics.median((w + t) / max(w, t) for w, t in parts),
+        "service_overhead": statistics.median(ms["lag 1", s] / ms["bare lag 1", s] - 1 for s in seeds),
+        "final_reward_async": statistics.fmean(reward(logs["lag 1", s], steps) for s in seeds),
+        "final_reward_sync": statistics.fmean(reward(logs["sync 1", s], steps) for s in seeds),
     }
 
 
 def main() -> None:
     """See the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=60, help="slices of each arm, a multiple of ten")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--slice", type=float, default=1.5, help="seconds")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--durability", default="always", choices=["always", "everysec", "memory"])
     parser.add_argument("--json", default="")
     asked = parser.parse_args()
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        arms = all_arms(Path(folder), asked.seed, asked.durability)
-        with started(arms, SKIP):
-            for done in range(1, asked.rounds + 1):
-                turn(arms, asked.slice)
-                if done % GROUP == 0:
-                    now = step_ms(arms, GROUP, GROUP)
-                    print("  ".join(f"{name} {value[0]:.0f}" for name, value in now.items()), "ms a step", flush=True)
-        ms = step_ms(arms, asked.rounds, GROUP)
-        told = figures({arm.name: arm for arm in arms}, ms)
-    rows = [[name, f"{np.median(values):.0f}", f"{values.min():.0f}", f"{values.max():.0f}"] for name, values in ms.items()]
-    conditions = {"rounds": asked.rounds, "slice_s": asked.slice, "durability": asked.durability}
-    publish("ms per step", ["arm", "median", "least", "most"], rows, told | conditions, asked.json)
+    ms: dict[tuple[str, int], float] = {}
+    logs: dict[tuple[str, int], list[dict]] = {}
+    for seed in range(asked.seeds):
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            arms = all_arms(Path(folder), seed, asked.durability)
+            with started(arms, SKIP):
+                take_turns(arms, asked.slice, asked.steps)
+            for arm in arms:
+                ms[arm.name, seed], logs[arm.name, seed] = step_ms(arm, asked.steps), arm.log()
+        print(f"seed {seed}: ", ", ".join(f"{arm.name} {ms[arm.name, seed]:.0f}" for arm in arms), "ms a step", flush=True)
+    names = list(dict.fromkeys(name for name, _ in ms))
+    seeds = range(asked.seeds)
+    rows = [
+        [name, *(f"{ms[name, s]:.0f}" for s in seeds),
+         f"{statistics.fmean(reward(logs[name, s], asked.steps) for s in seeds):.2f}"] for name in names]
+    conditions = {"steps": asked.steps, "seeds": asked.seeds, "slice_s": asked.slice, "durability": asked.durability}
+    publish("ms per step", ["arm", *(f"seed {s}" for s in seeds), "final reward"], rows,
+            figures(ms, logs, asked.steps) | conditions, asked.json)
 
 
 if __name__ == "__main__":

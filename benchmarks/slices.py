@@ -63,21 +63,13 @@ class Arm:
         *lines, _unfinished = self._log.read_text().split("\n")
         return [json.loads(line) for line in lines]
 
-    def steps(self) -> np.ndarray:
-        """Steps done, with the part of the one under way, at the end of every slice: float [slices]."""
+    def clock(self) -> np.ndarray:
+        """Seconds that the program had run when each step was done, by its own clock: float [steps]."""
         begins, ends = np.array(self._slices).T
-        clock = np.concatenate([[0.0], np.cumsum(ends - begins)])
-
-        def own(wall: np.ndarray) -> np.ndarray:
-            at = np.maximum(np.searchsorted(begins, wall, "right") - 1, 0)
-            return clock[at] + np.minimum(wall, ends[at]) - begins[at]
-
-        done = own(np.array([line["time_unix"] for line in self.log()]))
-        return np.interp(clock[1:], np.concatenate([[0.0], done]), np.arange(len(done) + 1))
-
-    def seconds(self) -> np.ndarray:
-        """How long each slice was: float [slices]."""
-        return np.array([end - begin for begin, end in self._slices])
+        before = np.concatenate([[0.0], np.cumsum(ends - begins)])
+        wall = np.array([line["time_unix"] for line in self.log()])
+        at = np.maximum(np.searchsorted(begins, wall, "right") - 1, 0)
+        return before[at] + np.minimum(wall, ends[at]) - begins[at]
 
     def _signal(self, number: int) -> None:
         assert self._process is not None
@@ -109,18 +101,10 @@ def started(arms: Sequence[Arm], skip: int) -> Iterator[None]:
             arm.end()
 
 
-def turn(arms: Sequence[Arm], seconds: float) -> None:
-    """A slice for each."""
-    for arm in arms:
-        arm.thaw()
-        time.sleep(seconds)
-        arm.freeze()
-
-
-def step_ms(arms: Sequence[Arm], rounds: int, per: int) -> dict[str, np.ndarray]:
-    """Milliseconds of a step of each arm over every `per` of its last `rounds` slices: float [rounds / per]."""
-    found = {}
-    for arm in arms:
-        steps, seconds = arm.steps()[-rounds - 1 :], arm.seconds()[-rounds:]
-        found[arm.name] = 1000 * seconds.reshape(-1, per).sum(axis=1) / np.diff(steps[::per])
-    return found
+def take_turns(arms: Sequence[Arm], seconds: float, steps: int) -> None:
+    """A slice for each, again and again, until all have done so many steps."""
+    while going := [arm for arm in arms if len(arm.log()) < steps]:
+        for arm in going:
+            arm.thaw()
+            time.sleep(seconds)
+            arm.freeze()
