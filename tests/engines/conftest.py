@@ -1,7 +1,7 @@
 """One engine for the whole contract suite, with two versions to go between.
 
-Which one: SLIPSTREAM_TEST_ENGINE, torch when it is not set; torch:all with rollout.compile = "all". `make test-vllm` sets it to vllm and runs this folder in an
-environment of its own; an engine starts once, because vLLM takes half a minute for it.
+Which one: SLIPSTREAM_TEST_ENGINE, torch when it is not set; torch:all with rollout.compile = "all". `make test-vllm` sets it to
+vllm and runs this folder in an environment of its own; an engine starts once, because vLLM takes half a minute for it.
 
 Axes: P prompt tokens, n generated tokens, V vocabulary, L MoE layers, K experts per token.
 """
@@ -81,7 +81,8 @@ async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Worl
     """The engine, started with version 1."""
     world = World(run_file(
         Path(tmp_path_factory.mktemp("engine")), rollout={
-            "engine": ENGINE, "compile": COMPILE or "auto", "slots": SLOTS, "context": CONTEXT, "capture_routes": True, "on_swap": "recompute"}))
+            "engine": ENGINE, "compile": COMPILE or "auto", "slots": SLOTS, "context": CONTEXT, "capture_routes": True,
+            "on_swap": "recompute"}))
     start(world)
     await world.engine.start(world.files, world.tensors[1], world.version(1))
     yield world
