@@ -161,7 +161,9 @@ class Process:
         return True
 
     def kill(self, group: int | None = None) -> None:
-        """SIGKILL to every process of its group."""
+        """SIGKILL to every process of its group. Without `group` it is the present life that is ended by it."""
+        if group is None and self.pid is not None:
+            self.state = "killed"
         group = group or self.pid
         if group is not None:
             try:

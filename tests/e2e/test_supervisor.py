@@ -227,6 +227,7 @@ def test_second_control_c_stops_at_once(driven: Driven) -> None:
     assert code == 130, output
     assert not driven.happened("term", "buffer")
     assert not [pid for pid in driven.pids() if alive(pid)]
+    assert {p["state"] for p in (read_json(driven.folder.state) or {})["processes"].values()} == {"killed"}
 
 
 def test_processes_end_with_a_killed_supervisor(driven: Driven) -> None:
