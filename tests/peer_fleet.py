@@ -108,13 +108,13 @@ class Fleet:
 
     async def add(self, count: int, **how: Any) -> list[Reader]:
         """Workers that serve and are known to all."""
-        new = [Reader(self, free_port(), **how) for _ in range(count)]
-        self.readers += new
-        for reader in new:
-            await reader.server.start()
+        before = len(self.readers)
+        for _ in range(count):
+            self.readers.append(reader := Reader(self, free_port(), **how))
+            await reader.server.start()  # before the next port is looked for
         for reader in self.readers:
             await reader.peers.look_up()
-        return new
+        return self.readers[before:]
 
     async def read(self, version: PolicyVersion) -> list[dict[str, bytes]]:
         """All at the same instant."""
