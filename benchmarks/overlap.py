@@ -1,6 +1,6 @@
 """What asynchrony gains, and what the services cost, on the demo's task.
 
-    python -m benchmarks.overlap --json FILE [--steps 60] [--seeds 3] [--slice 1.5]
+    python -m benchmarks.overlap --json FILE [--steps 60] [--seeds 3] [--slice 1]
 
 Arms, all with the same kernels (deterministic = false):
 
@@ -112,7 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--slice", type=float, default=1.5, help="seconds")
+    parser.add_argument("--slice", type=float, default=1.0, help="seconds")
     parser.add_argument("--durability", default="always", choices=["always", "everysec", "memory"])
     parser.add_argument("--json", default="")
     asked = parser.parse_args()
