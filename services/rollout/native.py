@@ -1,7 +1,7 @@
 """The C kernel of decode attention (`one_query.c`): compiled on the machine that runs it, kept on disk, called from torch.
 
 It takes a second to compile, once for each machine and version of the source; the library lies in torch's compile cache
-(`TORCHINDUCTOR_CACHE_DIR`, by default a folder of the user in /tmp). One thread: with more, torch's own products are faster.
+(`TORCHINDUCTOR_CACHE_DIR`), by default in a folder of the user in /tmp. One thread: with more, torch's own products are faster.
 
 Axes: B rows, H query heads, K key/value heads, L positions, D width of queries and keys, E width of values.
 """
@@ -35,25 +35,28 @@ NATIVE = ("-march=native", "-mprefer-vector-width=512") if platform.machine() in
 
 @functools.cache
 def kernel() -> Callable[..., None]:
-    """The compiled function. Raises ConfigError, naming what was looked for, without a compiler or when it fails."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir  # the compiler's package: imported when asked for
-
+    """The compiled function. Raises ConfigError, naming what was looked for, without a compiler or a folder to keep it in."""
     compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
         raise ConfigError(
             f"rollout.compile needs a C compiler, and none of {', '.join(COMPILERS)} is on PATH: install one (apt-get install "
             'g++), or set rollout.compile = "none"')
     key = hashlib.sha256(repr((SOURCE.read_bytes(), FLAGS, NATIVE, compiler, _processor())).encode()).hexdigest()[:16]
-    library = Path(cache_dir()) / "slipstream" / f"one_query-{key}.so"
-    library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = library.parent.stat()
-    if found.st_uid not in (0, os.getuid()) or stat.S_IMODE(found.st_mode) & 0o022:  # /tmp is everybody's
+    library = _folder() / f"one_query-{key}.so"
+    try:
+        library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = library.parent.stat()
+        if found.st_uid not in (0, os.getuid()) or stat.S_IMODE(found.st_mode) & 0o022:  # /tmp is everybody's
+            raise ConfigError(
+                f"rollout.compile: others may write to {library.parent}, and so choose what is run: chmod 700 it, or set "
+                "TORCHINDUCTOR_CACHE_DIR to a folder of this user")
+        if not library.exists():
+            _compile(compiler, library)
+        function = ctypes.CDLL(str(library)).one_query
+    except OSError as error:  # a read-only folder, or one from which nothing may be run
         raise ConfigError(
-            f"rollout.compile: others may write to {library.parent}, and so choose what is run: chmod 700 it, or set "
-            "TORCHINDUCTOR_CACHE_DIR to a folder of this user")
-    if not library.exists():
-        _compile(compiler, library)
-    function = ctypes.CDLL(str(library)).one_query
+            f"rollout.compile: {library.parent} cannot be used ({error}): set TORCHINDUCTOR_CACHE_DIR to a folder that this "
+            'user may write to and run from, or rollout.compile = "none"') from error
     function.argtypes, function.restype = [ctypes.c_void_p] * 7 + [ctypes.c_float], None
     return function
 
@@ -84,6 +87,12 @@ def one_query_op(
 @one_query_op.register_fake
 def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float) -> torch.Tensor:
     return query.new_empty(query.shape[0], 1, query.shape[1], value.shape[3])
+
+
+def _folder() -> Path:
+    """In torch's compile cache where that is named; importing its compiler, which knows the default, would take a second."""
+    named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    return Path(named) / "slipstream" if named else Path(tempfile.gettempdir()) / f"slipstream-compiled-{os.getuid()}"
 
 
 def _processor() -> str:

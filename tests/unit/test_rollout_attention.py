@@ -128,3 +128,17 @@ def test_a_library_that_others_may_replace_is_not_loaded(monkeypatch, tmp_path):
         native.kernel.__wrapped__()
     (tmp_path / "slipstream").chmod(0o700)
     assert native.kernel.__wrapped__()
+
+
+@has_compiler
+def test_a_folder_that_cannot_be_used_leaves_the_products(monkeypatch, tmp_path):
+    """A read-only disk, or one from which nothing may be run, ends no start that asked for nothing."""
+    (tmp_path / "file").write_bytes(b"")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file"))
+    native.kernel.cache_clear()
+    built, _ = model.build(config.Model(build=BUILD), 0)
+    Decoder(built, 4, 16, compiled="auto")
+    assert built.config._attn_implementation == attention.NAME
+    with pytest.raises(ConfigError, match="cannot be used"):
+        Decoder(model.build(config.Model(build=BUILD), 0)[0], 4, 16, compiled="attention")
+    native.kernel.cache_clear()
