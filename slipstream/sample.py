@@ -18,6 +18,7 @@ import google_crc32c
 import numpy as np
 from google.protobuf.message import DecodeError
 
+from slipstream import plain_body
 from slipstream.errors import InvalidInput
 from slipstream.protos.types.v1 import sample_pb2, tensor_pb2
 
@@ -28,6 +29,7 @@ _DTYPES = {
     tensor_pb2.DTYPE_INT64: np.dtype("<i8"),
     tensor_pb2.DTYPE_FLOAT32: np.dtype("<f4"),
 }
+_INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 _FLAGS = (b"\0", b"\1")
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _Wire = TypeVar("_Wire", tensor_pb2.Tensor, sample_pb2.Routes)
@@ -162,11 +164,31 @@ def encode(sample: Sample) -> bytes:
 
 def decode(data: bytes | memoryview) -> Sample:
     """A body as arrays. Raises InvalidInput naming the field, whatever the bytes are."""
+    if (plain := plain_body.read(data)) is not None and sum(plain.runs) == plain.size:
+        return _of_plain(plain, data)
     try:
         body = sample_pb2.SampleBody.FromString(data)  # type: ignore[arg-type]  # any buffer will do
     except DecodeError:
         raise InvalidInput(f"the body is not a SampleBody ({len(data)} bytes)", "BODY") from None
     return Sample([_segment(s, i) for i, s in enumerate(body.segments)], body.finish_reason, body.info_json)
+
+
+def _of_plain(plain: plain_body.PlainBody, data: bytes | memoryview) -> Sample:
+    segment = Segment(
+        np.frombuffer(data, _INT32, plain.size, plain.tokens_at), _mask(plain.runs),
+        np.frombuffer(data, _FLOAT32, plain.generated, plain.logprobs_at), _spans(plain.spans), turns=plain.turns)
+    return Sample([segment], plain.finish_reason, plain.info_json)
+
+
+@functools.lru_cache(1024)
+def _spans(spans: tuple[tuple[int, int, int, int], ...]) -> tuple[Span, ...]:
+    return tuple(_span(*span) for span in spans)
+
+
+@functools.lru_cache(1024)
+def _mask(runs: tuple[int, ...]) -> np.ndarray:
+    """Alternating runs, the first of False, as a read-only array."""
+    return np.frombuffer(b"".join([_FLAGS[n & 1] * length for n, length in enumerate(runs)]), bool)
 
 
 def validate(sample: Sample) -> None:
@@ -247,10 +269,9 @@ def _segment(wire: sample_pb2.Segment, i: int) -> Segment:
             )
     # Slices: to walk through a repeated field itself takes twice as long.
     spans = tuple([_span(v.version, v.step, v.incarnation, v.length) for v in wire.versions[:]])
-    flags = b"".join([_FLAGS[n & 1] * length for n, length in enumerate(wire.loss_mask_runs[:])])
     return Segment(
         array(wire.tokens, f"{place}.tokens"),
-        np.frombuffer(flags, bool),
+        _mask(tuple(wire.loss_mask_runs)),
         array(wire.logprobs, f"{place}.logprobs"),
         spans,
         routes,

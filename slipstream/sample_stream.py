@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from slipstream import rpc
 from slipstream.errors import SlipstreamError, Unavailable
 from slipstream.lifecycle import Clock, Waits
+from slipstream.plain_body import varint
 from slipstream.protos.buffer.v1.samples_pb2 import StreamSamplesResponse, SubmitResult, SubmittedSample
 
 FRAME_BYTES = 2 << 20  # less of them costs more for each byte; more, and there are too few in hand to keep both sides busy
@@ -102,13 +103,3 @@ async def submit_until(
 
 def _field(tag: bytes, data: bytes) -> tuple[bytes, bytes, bytes]:
     return tag, varint(len(data)), data
-
-
-def varint(value: int) -> bytes:
-    """A number of 0 or more as protobuf writes it."""
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)

@@ -28,7 +28,7 @@ class Front:
         self.heard: dict[str, dict[str, float]] = {}  # service -> worker -> when it last called, by the event loop's clock
         self.leases_kept = float("-inf")  # when a rollout worker last kept leases alive
         self.versions: list[policy_pb2.PolicyVersion] = []  # newest first
-        self._versions_stale = True
+        self._versions_stale, self._publications = True, 0
         ledger.on_change = self._changed
 
     def _changed(self, topics: Sequence[str]) -> None:
@@ -39,15 +39,25 @@ class Front:
     async def refresh_versions(self, force: bool = False) -> None:
         """Read the list of versions when it may have changed; other fronts' changes come with the slow poll."""
         if self._versions_stale or force:
-            self._versions_stale = False
+            self._versions_stale, publications = False, self._publications
             try:
-                versions = [to_version(v) for v in await self.ledger.versions()]
+                versions = await self.ledger.versions()
             except SlipstreamError:
                 self._versions_stale = True
                 raise
-            if versions != self.versions:
-                self.versions = versions
-                self.changes.notify(("versions",))
+            if self._publications == publications:  # else that has told what is newer
+                self._know(versions)
+
+    def published(self, versions: Sequence[Version]) -> None:
+        """The list of versions as a publication left it. In the turn of the event loop in which the ledger told of that."""
+        self._versions_stale, self._publications = False, self._publications + 1
+        self._know(versions)
+
+    def _know(self, known: Sequence[Version]) -> None:
+        versions = [to_version(v) for v in known]
+        if versions != self.versions:
+            self.versions = versions
+            self.changes.notify(("versions",))
 
     @property
     def newest(self) -> policy_pb2.PolicyVersion | None:

@@ -15,6 +15,7 @@ from services.buffer.ledger import (
     Incarnation,
     Member,
     Numbering,
+    Published,
     Rebuilt,
     Rules,
     Version,
@@ -236,8 +237,8 @@ class MemoryBatches:
         self.state.version_records[number] = {"step": step, "inc": incarnation, "key": "", "crc": 0, "pub": 0, "del": 0}
         return number
 
-    async def publish_version(self, version: Version) -> list[Version]:
-        """Make a reserved version known; returns what may be deleted, each in two answers, so that a lost one is harmless."""
+    async def publish_version(self, version: Version, next_step: int = 0) -> Published:
+        """Make a reserved version known; with `next_step`, reserve the number of that step's version, too."""
         self._fence(version.incarnation)
         state = self.state
         record = state.version_records.get(version.number)
@@ -249,9 +250,9 @@ class MemoryBatches:
             state.meta["published"] = max(state.get("published"), version.step)
             state.log("events", {"event": "version", "number": version.number, "step": version.step})
             state.changed.update(("versions", "samples"))
-        deletable = self._deletable()
+        deletable, versions = self._deletable(), await self.versions()
         self._notify()
-        return deletable
+        return Published(deletable, versions, await self.reserve_version(version.incarnation, next_step) if next_step else 0)
 
     def _deletable(self) -> list[Version]:
         state, records = self.state, self.state.version_records

@@ -11,7 +11,7 @@ from typing import Any
 
 from services.buffer.changes import SLOW_POLL_S
 from services.buffer.front import Front, require, shielded, to_version
-from services.buffer.ledger import Version
+from services.buffer.ledger import Published, Version
 from slipstream import logs, rpc
 from slipstream.errors import Unavailable
 from slipstream.protos.buffer.v1 import policy_pb2, policy_pb2_grpc
@@ -33,12 +33,16 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         v = request.version
         require(bool(v.manifest_key), "version.manifest_key", v.manifest_key, "write the manifest first")
         version = Version(v.number, v.step, v.incarnation, v.manifest_key, v.manifest_crc32c)
-        ledger = self._front.ledger
-        deletable = await shielded(ledger.publish_version(version))
-        await self._front.refresh_versions(force=True)
-        log.info("published", version=v.number, step=v.step)
-        number = await shielded(ledger.reserve_version(v.incarnation, request.next_step)) if request.next_step else 0
-        return policy_pb2.PublishVersionResponse(deletable=[to_version(d) for d in deletable], next_number=number)
+        published = await shielded(self._publish(version, request.next_step))
+        return policy_pb2.PublishVersionResponse(
+            deletable=[to_version(d) for d in published.deletable], next_number=published.next_number)
+
+    async def _publish(self, version: Version, next_step: int) -> Published:
+        """Watchers are told before anything else: what workers do first is to load it."""
+        published = await self._front.ledger.publish_version(version, next_step)
+        self._front.published(published.versions)
+        log.info("published", version=version.number, step=version.step)
+        return published
 
     async def WatchVersions(
             self, request: policy_pb2.WatchVersionsRequest, context: Any) -> AsyncIterator[policy_pb2.WatchVersionsResponse]:

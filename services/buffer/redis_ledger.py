@@ -35,6 +35,7 @@ from services.buffer.ledger import (
     OnChange,
     Outcome,
     Partial,
+    Published,
     Rebuilt,
     Rules,
     Scored,
@@ -284,12 +285,13 @@ class RedisLedger:
         result, _, _ = await self._run("reserve_version", {"incarnation": incarnation, "step": step})
         return result
 
-    async def publish_version(self, version: Version) -> list[Version]:
-        """Make a reserved version known; returns what may be deleted, each in two answers, so that a lost one is harmless."""
+    async def publish_version(self, version: Version, next_step: int = 0) -> Published:
+        """Make a reserved version known; with `next_step`, reserve the number of that step's version, too."""
         result, _, _ = await self._run("publish_version", {
             "number": version.number, "step": version.step, "incarnation": version.incarnation,
-            "key": version.manifest_key, "crc": version.manifest_crc32c})
-        return [Version(*row) for row in result or ()]
+            "key": version.manifest_key, "crc": version.manifest_crc32c, "next_step": next_step})
+        deletable, versions = ([Version(*row) for row in result[name] or ()] for name in ("deletable", "versions"))
+        return Published(deletable, versions, result["next_number"])
 
     async def hold_version(self, number: int, reader: str, ttl_ms: int) -> None:
         """Keep a version from deletion while it is read. NotFound when it is gone."""

@@ -22,9 +22,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from services.rollout import plain_body
 from services.rollout.codec import Codec
 from services.rollout.engine import Generation, Request
+from slipstream import plain_body
 from slipstream.environment import Action, Observation, Reset, Step
 from slipstream.errors import InvalidInput
 from slipstream.protos.buffer.v1 import samples_pb2

@@ -149,10 +149,10 @@ async def test_versions_stay_while_they_are_needed(bench: Bench) -> None:
     ledger = await bench.start(max_lag=5)
     await finish(ledger, await grant(ledger))
     await ledger.hold_version(1, "reader", 10_000)
-    named = [[v.number for v in await bench.publish(ledger, step)] for step in (1, 2, 3)]
+    named = [[v.number for v in (await bench.publish(ledger, step)).deletable] for step in (1, 2, 3)]
     assert named == [[], [], [2]]
     bench.now += 10_001
-    assert [[v.number for v in await bench.publish(ledger, step)] for step in (4, 5)] == [[1, 2, 3], [1, 3, 4]]
+    assert [[v.number for v in (await bench.publish(ledger, step)).deletable] for step in (4, 5)] == [[1, 2, 3], [1, 3, 4]]
     assert [v.number for v in await ledger.versions()] == [6, 5]
     with pytest.raises(NotFound):
         await ledger.hold_version(1, "reader", 1000)
@@ -160,11 +160,23 @@ async def test_versions_stay_while_they_are_needed(bench: Bench) -> None:
         await ledger.publish_version(Version(99, 6, 1, "k", 1))
 
 
+async def test_a_publication_tells_what_may_be_loaded(bench: Bench) -> None:
+    """Newest first, as `versions` would, and with it the number of the next version, when that is asked for."""
+    ledger = await bench.start(max_lag=5)
+    told = await bench.publish(ledger, 1)
+    assert told.versions == await ledger.versions() and [v.step for v in told.versions] == [1, 0]
+    assert not told.next_number
+    again = await ledger.publish_version(told.versions[0], 2)
+    assert again.versions == told.versions and again.next_number == told.versions[0].number + 1
+    await ledger.publish_version(Version(again.next_number, 2, told.versions[0].incarnation, "k", 1))
+    assert (await ledger.versions())[0].number == again.next_number
+
+
 async def test_pinned_versions_are_not_deleted(bench: Bench) -> None:
     """Open draws name version 1, and so will the next ones: it stays, however many are newer."""
     ledger = await bench.start(pinned=True, max_lag=3, keep_versions=1)
     await grant(ledger, 1)
-    named = [await bench.publish(ledger, step) for step in (1, 2, 3)]
+    named = [(await bench.publish(ledger, step)).deletable for step in (1, 2, 3)]
     assert named == [[], [], []]
 
 

@@ -1,17 +1,20 @@
-"""The shortcut for one answer to one prompt writes, bit for bit, what slipstream.sample.encode writes."""
+"""The shortcuts for plain bodies write, bit for bit, what slipstream.sample.encode writes, and read what messages would say."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from services.rollout import plain_body
 from services.rollout.codec import Codec
 from services.rollout.engine import Generation
 from services.rollout.episode import Episode
+from slipstream import plain_body
 from slipstream.environment import Reset, Step
 from slipstream.model import character_tokenizer
 from slipstream.protos.buffer.v1.samples_pb2 import SampleLease
+from slipstream.protos.types.v1 import sample_pb2
 from slipstream.sample import FINISH_ABORT, FINISH_LENGTH, FINISH_STOP, Sample, Segment, Span, decode, encode
 
 
@@ -28,7 +31,46 @@ def test_the_bytes_are_those_of_the_message(prompt: int, lengths: tuple[int, ...
     context, answer = (random.integers(0, 1 << 31, n).astype(np.int32) for n in (prompt, new))
     logprobs = -random.random(new).astype(np.float32)
     segment = Segment(np.concatenate([context, answer]), np.arange(prompt + new) >= prompt, logprobs, spans(*lengths))
-    assert plain_body.encode(context, answer, logprobs, spans(*lengths), reason) == encode(Sample([segment], reason))
+    body = encode(Sample([segment], reason))
+    assert plain_body.encode(context, answer, logprobs, spans(*lengths), reason) == body
+    assert (found := plain_body.read(body)) is not None and found.runs == (prompt, new)
+    assert same(decode(memoryview(body)), Sample([segment], reason))
+
+
+def same(one: Sample, other: Sample) -> bool:
+    pairs = zip(one.segments, other.segments, strict=True)
+    return (one.finish_reason, one.info_json) == (other.finish_reason, other.info_json) and all(
+        np.array_equal(a.tokens, b.tokens) and a.tokens.dtype == b.tokens.dtype and np.array_equal(a.loss_mask, b.loss_mask)
+        and np.array_equal(a.logprobs, b.logprobs) and (a.spans, a.turns, a.parent, a.fork_point) == (
+            b.spans, b.turns, b.parent, b.fork_point) for a, b in pairs)
+
+
+@given(st.data())
+def test_a_damaged_body_is_read_as_messages_would(data: st.DataObject) -> None:
+    """Any change of any byte, a cut, an addition: the shortcut either says the same as a parse, or nothing."""
+    tokens, mask, logprobs = np.arange(5, dtype=np.int32), np.arange(5) >= 2, -np.ones(3, np.float32)
+    segment = Segment(tokens, mask, logprobs, spans(1, 2), turns=((0, 1), (1, 2)))
+    body = bytearray(encode(Sample([segment], FINISH_STOP, "{}")))
+    for _ in range(data.draw(st.integers(1, 3))):
+        place, kind = data.draw(st.integers(0, len(body) - 1)), data.draw(st.sampled_from(["change", "cut", "add"]))
+        if kind == "change":
+            body[place] = data.draw(st.integers(0, 255))
+        elif kind == "add":
+            body[place:place] = data.draw(st.binary(min_size=1, max_size=4))
+        elif len(body) > 1:
+            del body[place]
+    if (plain := plain_body.read(bytes(body))) is None:
+        return
+    message = sample_pb2.SampleBody.FromString(bytes(body))
+    (parsed,) = message.segments
+    found = np.frombuffer(body, np.int32, plain.size, plain.tokens_at)
+    assert found.tobytes() == parsed.tokens.data and list(parsed.tokens.shape) == [plain.size]
+    found = np.frombuffer(body, np.float32, plain.generated, plain.logprobs_at)
+    assert found.tobytes() == parsed.logprobs.data and list(parsed.logprobs.shape) == [plain.generated]
+    assert plain.runs == tuple(parsed.loss_mask_runs) and plain.finish_reason == message.finish_reason
+    assert plain.spans == tuple((v.version, v.step, v.incarnation, v.length) for v in parsed.versions)
+    assert plain.turns == tuple((t.turn, t.length) for t in parsed.turns) and plain.info_json == message.info_json
+    assert not (parsed.HasField("routes") or parsed.HasField("parent") or parsed.fork_point)
 
 
 def test_other_arrays_go_the_long_way() -> None:

@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import re
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,7 +29,12 @@ NAMES = (
     "meta", "groups", "open", "leases", "scoring", "bodies", "transcripts", "scores", "partials", "unscored", "ready", "events",
     "dead", "drops", "batches", "versions", "holds", "unfinished", "cursor")
 _SHARED = ("ledger", "batches")
-_TRANSIENT = (exceptions.ConnectionError, exceptions.TimeoutError, exceptions.BusyLoadingError, OSError)
+# What passes by itself or is repaired by somebody, and then works by another connection: a failover leaves clients on what is a
+# replica now, a server that was frozen in the middle of a script tells everybody else BUSY. Nothing was executed.
+_TRANSIENT = (
+    exceptions.ConnectionError, exceptions.TimeoutError, exceptions.BusyLoadingError, exceptions.ReadOnlyError,
+    exceptions.ClusterDownError, exceptions.TryAgainError, OSError)
+_TRANSIENT_REPLIES = re.compile(r"\b(BUSY|NOREPLICAS|MISCONF) ")  # the client has no names for these
 _LARGE = 16 << 10
 _MULTI, _EXEC = b"*1\r\n$5\r\nMULTI\r\n", b"*1\r\n$4\r\nEXEC\r\n"
 ANSWER_S = 60.0  # a server that says nothing for so long is away
@@ -158,12 +164,12 @@ class Scripts:
 
     async def failed(self, error: Exception) -> SlipstreamError:
         """A server error by kind. After a transient one, idle connections are closed: they lead to the same end."""
-        if isinstance(error, _TRANSIENT):
+        if isinstance(error, _TRANSIENT) or _TRANSIENT_REPLIES.search(str(error)):
             self.lost_connection = True
             while self._idle:
                 await self._give_back(self._idle.pop())
             await self.client.connection_pool.disconnect(inuse_connections=False)
-            return Unavailable(f"the ledger's Redis does not answer: {error}", "REDIS", retry_s=0.5)
+            return Unavailable(f"the ledger's Redis is not available: {error}", "REDIS", retry_s=0.5)
         if isinstance(error, exceptions.OutOfMemoryError):
             return Unavailable(f"Redis is full: {error}; raise maxmemory above buffer.quota_bytes", "REDIS_FULL", retry_s=5)
         return SlipstreamError(f"the ledger's Redis refused a script: {error}", "REDIS_SCRIPT")

@@ -25,6 +25,20 @@ local function commit(through, unfinished)  -- `unfinished`: another call follow
 end
 local function version_row(number, v) return {number, v.step, v.inc, v.key, v.crc} end
 local function save_version(number, v) call('HSET', K.versions, number, cjson.encode(v)) end
+local function reserve(incarnation, step)  -- a number above all earlier ones
+  add('version', 1)
+  save_version(get('version'), {step = step, inc = incarnation, key = '', crc = 0, pub = 0, del = 0})
+  return get('version')
+end
+local function loadable()  -- rows, newest first
+  local numbers, rows = {}, {}
+  for number, v in pairs(versions()) do
+    if valid(v) then numbers[#numbers + 1] = number end
+  end
+  table.sort(numbers, function(a, b) return a > b end)
+  for n, number in ipairs(numbers) do rows[n] = version_row(number, versions()[number]) end
+  return rows
+end
 -- What a batch has to know of an open group: draw, digest of its record, oldest step. NEVER: it may get as old as it will.
 local AGE, DIGEST_BYTES, NEVER = '<I8c16i8', 16, 2 ^ 52
 local function digest(text) return sub(redis.sha1hex(text), 1, DIGEST_BYTES) end

@@ -1,4 +1,5 @@
--- Hop 5. request: number, step, incarnation, key, crc. Result: rows of deletable versions, each in two answers.
+-- Hop 5. request: number, step, incarnation, key, crc, next_step = of the version to reserve a number for, or 0.
+-- Result: deletable = rows of versions, each in two answers; versions = rows of those that may be loaded, newest first; next_number.
 local fenced = fence(request.incarnation)
 if fenced then return fenced end
 local record = versions()[request.number]
@@ -40,4 +41,5 @@ for _, number in ipairs(numbers) do
     save_version(number, v)
   end
 end
-return finish(deletable)
+return finish({deletable = deletable, versions = loadable(),
+  next_number = request.next_step > 0 and reserve(request.incarnation, request.next_step) or 0})
