@@ -70,16 +70,34 @@ class Learner:
         """The adapter of the run, now in the model; None without one."""
         return adapters.attached(self.model, self.run)
 
-    def step(self, groups: Sequence[Group], step: int) -> Metrics:
+    def prepared(self, groups: Sequence[Group], step: int) -> list[Row] | None:
+        """The rows of batch `step`, as far as they are known without any model: for `step`, and from any thread meanwhile.
+
+        None when there is nothing to prepare, or when it fails: then `step` says of what.
+        """
+        if self.objective.kl_in_reward or self.critic:
+            return None
+        try:
+            return self._trained_rows(groups, step)
+        except InvalidInput:
+            return None
+
+    def _trained_rows(self, groups: Sequence[Group], step: int, *fills: Fill | None) -> list[Row]:
+        rows = trained_rows(groups, step, self.objective, *fills, counted=self.run.trainer.mini_steps > 1)
+        for row in rows:
+            self._known(row.inputs, row.targets)
+        return rows
+
+    def step(self, groups: Sequence[Group], step: int, prepared: list[Row] | None = None) -> Metrics:
         """Batch `step`: its optimizer step, or all of its mini-steps. A batch in which no group has a signal changes nothing,
         not even the moments.
 
         An optimizer step whose loss or gradient is not finite changes nothing either, and the others of the batch stand: `skip`
-        then says whose. Raises InvalidInput for malformed samples, with nothing applied. Rank 0 gives the groups and gets the
-        metrics; on other ranks both say nothing.
+        then says whose. Raises InvalidInput for malformed samples, with nothing applied. Rank 0 gives the groups, with the rows
+        that are `prepared`, and gets the metrics; on other ranks these say nothing.
         """
         several = self.run.trainer.mini_steps > 1
-        rows = self.ranks.led(lambda filled: self._rows(groups, step, filled, several), self._fills)
+        rows = self.ranks.led(lambda filled: self._rows(groups, step, filled, prepared), self._fills)
         if malformed := self.ranks.told(nonfinite.recorded(rows)):
             return self._skipped(groups, step, nonfinite.Skip(malformed))
         plan = self.ranks.told(mini_steps.plan(rows, self.objective, self.run, step)) if several else []
@@ -105,14 +123,12 @@ class Learner:
             **({"nonfinite_samples": self.skip.samples} if self.skip else {}),
         }
 
-    def _rows(self, groups: Sequence[Group], step: int, filled: Callable[[str], Fill], counted: bool) -> list[Row]:
-        """The batch's rows with all that other models say of them. `filled(name)` is one of `_fills`; `counted`: also those
-        that move nothing and count.
-        """
-        rows = trained_rows(
-            groups, step, self.objective, filled("reference"), filled("values") if self.critic else None, counted)
-        for row in rows:
-            self._known(row.inputs, row.targets)
+    def _rows(
+        self, groups: Sequence[Group], step: int, filled: Callable[[str], Fill], rows: list[Row] | None,
+    ) -> list[Row]:
+        """The batch's rows, if not `prepared`, with all that other models say of them. `filled(name)` is one of `_fills`."""
+        if rows is None:
+            rows = self._trained_rows(groups, step, filled("reference"), filled("values") if self.critic else None)
         if self.objective.kl_in_loss:
             rows = filled("reference")(rows)
         return filled("teacher")(rows) if self._teacher and not nonfinite.recorded(rows) else rows

@@ -31,6 +31,7 @@ from services.trainer.check import positions_suffice, prove_forward
 from services.trainer.checkpoint import Checkpoints, Header
 from services.trainer.learner import Learner, Metrics, Snapshot
 from services.trainer.nonfinite import SkipRecord
+from services.trainer.packing import Row
 from services.trainer.parallel import launch
 from services.trainer.publish import Publisher
 from services.trainer.records import Records
@@ -53,6 +54,7 @@ WINDOW = 10  # steps whose mean reward is compared with run.target_reward
 
 T = TypeVar("T")
 Published = tuple[list[RawTensor], Probes | None]
+Prefetched = tuple[TrainingBatch, list[Row] | None]  # see Learner.prepared
 
 log = logs.get("trainer")
 
@@ -82,7 +84,7 @@ class TrainerLoop:
         self._torch = ThreadPoolExecutor(1, "torch")
         self._turns = Turns(context, self._in_torch)
         self._wake, self._wanted, self._training = asyncio.Event(), False, False
-        self._prefetched: asyncio.Task[TrainingBatch | None] | None = None
+        self._prefetched: asyncio.Task[Prefetched | None] | None = None
         self._checkpointing: asyncio.Task[None] | None = None
         self._submitted = (-1, -1)  # steps of the last publication and the last checkpoint begun
         self._ledger_epoch = self._ledger_sequence = 0
@@ -120,8 +122,8 @@ class TrainerLoop:
         try:
             if not await self._unless_stopped(self._start()):
                 return
-            while not self.done and (batch := await self._next_batch()) is not None:
-                await self._train(batch)
+            while not self.done and (prefetched := await self._next_batch()) is not None:
+                await self._train(*prefetched)
             await self._end()
             await self._in_torch(launch.close, self.learner)
         finally:
@@ -182,7 +184,7 @@ class TrainerLoop:
             except Conflict:
                 log.warning("the checkpoint pointer moved while taking over; reading it again", incarnation=self.incarnation)
 
-    async def _next_batch(self) -> TrainingBatch | None:
+    async def _next_batch(self) -> Prefetched | None:
         """Batch step + 1; serves requests for a checkpoint while it waits. None when stopping or when the run has no more."""
         task = self._prefetch(self.step + 1)
         while not task.done() and not self.stopping.is_set():
@@ -196,25 +198,33 @@ class TrainerLoop:
         self._prefetched = None
         return await task
 
-    def _prefetch(self, number: int) -> asyncio.Task[TrainingBatch | None]:
+    def _prefetch(self, number: int) -> asyncio.Task[Prefetched | None]:
         if self._prefetched is None:
-            self._prefetched = asyncio.create_task(self._reader.next(number, self.incarnation), name=f"batch {number}")
+            self._prefetched = asyncio.create_task(self._read(number), name=f"batch {number}")
             self._prefetched.add_done_callback(lambda _: self._wake.set())
         return self._prefetched
 
-    async def _train(self, batch: TrainingBatch) -> None:
+    async def _read(self, number: int) -> Prefetched | None:
+        """A batch, and what can be made of it while the one before trains."""
+        batch = await self._reader.next(number, self.incarnation)
+        return batch and (batch, await asyncio.to_thread(self.learner.prepared, batch.groups, number))
+
+    async def _train(self, batch: TrainingBatch, rows: list[Row] | None) -> None:
         """One optimizer step with everything that follows from it."""
         started, number, trainer = self.clock.monotonic(), batch.number, self.settings.trainer
         if number < self.settings.run.steps:
             self._prefetch(number + 1)
         self._training = True
-        metrics, weights = await self._in_torch(self._apply, batch, number % trainer.publish_every == 0)
+        audit = asyncio.to_thread(self.records.audit, number, self.incarnation, batch.audit)
+        audited = asyncio.create_task(audit, name=f"audit {number}")
+        metrics, weights = await self._in_torch(self._apply, batch, rows, number % trainer.publish_every == 0)
         self.step, self._training, self._ledger_sequence = number, False, batch.ledger_sequence
         self._rewards.append(metrics["reward_mean"])
         if not (self.done or (self._prefetched and self._prefetched.done())):
             await self._turns.give(self.learner)
         ended = self.clock.monotonic()
         self.spans.trained(number, batch.audit, ended - started, self.incarnation)
+        await audited  # on disk before anything that the step changed leaves this process
         if weights is not None:
             await self._publish(weights)
         self._record(batch, metrics, step_s=ended - started, wait_s=started - self._ended)
@@ -223,10 +233,9 @@ class TrainerLoop:
         if self._wanted or number % trainer.checkpoint_every == 0:
             await self._checkpoint()
 
-    def _apply(self, batch: TrainingBatch, publish: bool) -> tuple[Metrics, Published | None]:
-        """In the torch thread. The auditor's line is on disk before anything changes."""
-        self.records.audit(batch.number, self.incarnation, batch.audit)
-        metrics = self.learner.step(batch.groups, batch.number)
+    def _apply(self, batch: TrainingBatch, rows: list[Row] | None, publish: bool) -> tuple[Metrics, Published | None]:
+        """In the torch thread."""
+        metrics = self.learner.step(batch.groups, batch.number, rows)
         return metrics, self._weights() if publish else None
 
     def _weights(self) -> Published:

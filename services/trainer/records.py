@@ -3,8 +3,9 @@
     <folder>/metrics.jsonl        {"step": 7, "reward_mean": 0.31, ...}; steps only grow: a resume cuts what is to be repeated;
                                   a figure that is not finite is null: JSON has no other word for it
     <folder>/audit/trainer.jsonl  {"batch": 7, "incarnation": 2, "samples": [[draw, index, body crc32c, ledger epoch,
-                                  crc32c of the arrays in the loss], ...]}; on disk before the step is applied; lines are never
-                                  removed, so a repeated step appears again, with the same samples and a higher incarnation
+                                  crc32c of the arrays in the loss], ...]}; on disk before the step is published or kept. Lines
+                                  are never removed, so a repeated step appears again, with the same samples and a higher
+                                  incarnation
     <folder>/audit/versions.jsonl {"version": 7, "step": 7, "incarnation": 2, "weights": "<SHA-256>"}; one line a published
                                   version, before it is announced; it outlives the version, and replay compares it
 """

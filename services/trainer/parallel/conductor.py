@@ -62,8 +62,12 @@ class Lead:
         """See Learner."""
         return self._own.skip
 
-    def step(self, groups: Sequence[Group], step: int) -> Metrics:
-        return self._all("step", groups, step, shown=((), step))
+    def prepared(self, groups: Sequence[Group], step: int) -> list[Row] | None:
+        """See Learner: nobody else is asked."""
+        return self._own.prepared(groups, step)
+
+    def step(self, groups: Sequence[Group], step: int, prepared: list[Row] | None = None) -> Metrics:
+        return self._all("step", groups, step, prepared, shown=((), step))
 
     def supervised_step(self, rows: Sequence[Row], learning_rate: float, what: str) -> float:
         return self._all("supervised_step", rows, learning_rate, what, shown=((), learning_rate, what))
