@@ -39,6 +39,8 @@ from slipstream.service_command import WEIGHTS, ServiceArguments, arguments
 DEBUG = "SLIPSTREAM_DEBUG"
 _WRITERS = ("buffer", "trainer")  # services that cannot work on an object store that ignores conditions
 
+# Whoever computes needs the interpreter again after each operation; another thread that has it meanwhile lets go after this long.
+SWITCH_S = 0.0005
 SHOWN_S = 1.0  # lack of progress that status shows as a wait
 
 log = logs.get("service")
@@ -229,6 +231,7 @@ async def open_context(args: ServiceArguments, lifecycle: Lifecycle, clock: Cloc
 
 def main(service: str, start: Callable[[ServiceContext], Awaitable[None]], argv: Sequence[str] | None = None) -> NoReturn:
     """Run a service process to its end and exit. Called by the __main__ of each service."""
+    sys.setswitchinterval(SWITCH_S)
     logs.configure(service, f"{service}-?", "")
     try:
         args = arguments(service, argv)

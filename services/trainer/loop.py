@@ -1,7 +1,7 @@
 """The trainer's loop: hops 4, 5 and 6 of the walk.
 
-    lease batch k ─► read bodies ─► pack ─► log-probabilities ─► loss ─► AdamW ─► publish ─► every n steps: checkpoint ─► commit
-         ▲ prefetched while k-1 trains                            (beside step k+1) ◄┘                   (beside it, too)
+    lease batch k ─► read bodies ─► rows ─► log-probabilities ─► loss ─► AdamW ─► publish ─► every n steps: checkpoint ─► commit
+    └─ prefetched while k-1 trains ────┘                          (beside step k+1) ◄┘                   (beside it, too)
 
 Consumes     numbered batches (buffer), the checkpoint in force (object store), RequestCheckpoint.
 Produces     policy versions and checkpoints (object store), version events and commits (buffer), metrics and audit lines (run

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from services.trainer.loop import TrainerLoop
 from slipstream.protos.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from slipstream.service import ServiceContext
-
-# The torch thread needs the interpreter again after each of its operations; whoever has it meanwhile is to let go of it soon.
-SWITCH_S = 0.0005
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
@@ -34,7 +30,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
 async def start(context: ServiceContext) -> None:
     """Serve, then train."""
-    sys.setswitchinterval(SWITCH_S)
     loop = TrainerLoop(context)
     await context.serve([(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, TrainerServicer(loop))])
     context.lifecycle.spawn("trainer loop", loop.run(), endless=False)
