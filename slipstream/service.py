@@ -39,7 +39,7 @@ from slipstream.service_command import WEIGHTS, ServiceArguments, arguments
 DEBUG = "SLIPSTREAM_DEBUG"
 _WRITERS = ("buffer", "trainer")  # services that cannot work on an object store that ignores conditions
 
-# Whoever computes needs the interpreter again after each operation; another thread that has it meanwhile lets go after this long.
+# Who computes needs the interpreter again after each operation: another thread that has it meanwhile lets go of it after this.
 SWITCH_S = 0.0005
 SHOWN_S = 1.0  # lack of progress that status shows as a wait
 
