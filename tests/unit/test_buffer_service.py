@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -137,6 +138,27 @@ async def test_redis_goes_and_comes_back(redis: RedisProcess, tmp_path: Path) ->
         assert [r.outcome for r in results] == [samples_pb2.OUTCOME_ACCEPTED] * 4
         assert await client.score_all() == 4
         assert (await client.batch(1)).HasField("batch")
+
+
+async def test_a_look_at_the_versions_never_hides_a_publication(
+        redis: RedisProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list is being read when a version is published: what was read before that is thrown away."""
+    async with buffer(redis, tmp_path / "objects") as client:
+        await client.begin()
+        front, read, published = client.front, client.front.ledger.versions, asyncio.Event()
+
+        async def slowly() -> Any:
+            versions = await read()
+            await published.wait()
+            return versions
+
+        monkeypatch.setattr(front.ledger, "versions", slowly)
+        looking = asyncio.create_task(front.refresh_versions(force=True))
+        await asyncio.sleep(0.05)
+        await client.publish(1)
+        published.set()
+        await looking
+        assert front.newest.step == 1
 
 
 async def test_two_fronts_serve_one_ledger(redis: RedisProcess, tmp_path: Path) -> None:
