@@ -10,7 +10,7 @@ of the time. From the seed:
     SIGSTOP     of the same, and SIGCONT after a while that is sometimes longer than a lease
     links       between workers and buffer and between buffer and Redis: resets, lost replies, delays (faults/proxy.py)
 
-Afterwards the run is left in peace until it finishes, and judged (faults/auditor.py) by what the trainer wrote before each step
+Afterwards the run is left in peace until it finishes, and judged (faults/auditor.py) by what the trainer wrote beside each step
 and what the workers were told, never by the ledger. The weights are judged, too: pinned, every version equals that of a second,
 undisturbed run; free-running, every version is reproduced by `slipstream replay` from the batch log.
 

@@ -3,7 +3,7 @@
 Judged from the trainer's own records, and only compared with what the ledger says it drew, at any one moment late in the run:
 
     <folder>/audit/trainer.jsonl   {"batch": 7, "incarnation": 1, "samples": [[draw, index, crc32c of the body, epoch, ...]]}
-                                   one line per optimizer step, on disk before the step is applied
+                                   one line per optimizer step, on disk before the step is published or kept
     <folder>/audit/versions.jsonl  {"version": 9, "step": 7, "incarnation": 2, ...}; an incarnation publishes first what it
                                    starts from, so its first line tells the step of the checkpoint that it went back to
 
