@@ -3,7 +3,7 @@
 Evidence, all of it written by those who acted, at the time:
 
     audit/rollout-*.jsonl          what the buffer acknowledged to a worker: draw, sample, attempt, checksum of the body
-    audit/trainer.jsonl            what entered the loss of each step, on disk before that leaves the trainer (slipstream/cli/audit.py)
+    audit/trainer.jsonl            what entered the loss of each step (slipstream/cli/audit.py)
     audit/versions.jsonl           which checkpoint each incarnation went back to
     objects/ledger/*.jsonl         dead letters: what was dropped, by name, archived before it was trimmed
 
