@@ -81,7 +81,7 @@ class TrainerLoop:
             self._batches, self.clock, self.waits, self.request_checkpoint,
             context.store if self.settings.algorithm.replays_sampler and self.settings.trainer.parallel.ranks == 1 else None,
             self.settings.algorithm.credit)
-        self._torch = ThreadPoolExecutor(1, "torch")
+        self._torch, self._auditing = ThreadPoolExecutor(1, "torch"), ThreadPoolExecutor(1, "audit")
         self._turns = Turns(context, self._in_torch)
         self._wake, self._wanted, self._training = asyncio.Event(), False, False
         self._prefetched: asyncio.Task[Prefetched | None] | None = None
@@ -129,7 +129,8 @@ class TrainerLoop:
         finally:
             if self._prefetched is not None:
                 self._prefetched.cancel()
-            self._torch.shutdown(wait=False, cancel_futures=True)
+            for threads in (self._torch, self._auditing):
+                threads.shutdown(wait=False, cancel_futures=True)
             self.records.close()
 
     async def _start(self) -> None:
@@ -215,8 +216,6 @@ class TrainerLoop:
         if number < self.settings.run.steps:
             self._prefetch(number + 1)
         self._training = True
-        audit = asyncio.to_thread(self.records.audit, number, self.incarnation, batch.audit)
-        audited = asyncio.create_task(audit, name=f"audit {number}")
         metrics, weights = await self._in_torch(self._apply, batch, rows, number % trainer.publish_every == 0)
         self.step, self._training, self._ledger_sequence = number, False, batch.ledger_sequence
         self._rewards.append(metrics["reward_mean"])
@@ -224,7 +223,6 @@ class TrainerLoop:
             await self._turns.give(self.learner)
         ended = self.clock.monotonic()
         self.spans.trained(number, batch.audit, ended - started, self.incarnation)
-        await audited  # on disk before anything that the step changed leaves this process
         if weights is not None:
             await self._publish(weights)
         self._record(batch, metrics, step_s=ended - started, wait_s=started - self._ended)
@@ -234,8 +232,10 @@ class TrainerLoop:
             await self._checkpoint()
 
     def _apply(self, batch: TrainingBatch, rows: list[Row] | None, publish: bool) -> tuple[Metrics, Published | None]:
-        """In the torch thread."""
+        """In the torch thread. The auditor's line is on disk before anything that the step changed leaves this process."""
+        audited = self._auditing.submit(self.records.audit, batch.number, self.incarnation, batch.audit)
         metrics = self.learner.step(batch.groups, batch.number, rows)
+        audited.result()
         return metrics, self._weights() if publish else None
 
     def _weights(self) -> Published:
