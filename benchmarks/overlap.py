@@ -1,6 +1,7 @@
 """What asynchrony gains, and what the services cost, on the demo's task.
 
     python -m benchmarks.overlap --json FILE [--steps 60] [--seeds 3] [--slice 1]
+    python -m benchmarks.overlap --share [--set model.build.config.hidden_size=192]    the services' share alone, of another run
 
 Arms, all with the same kernels (deterministic = false):
 
@@ -29,6 +30,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.record import publish
@@ -41,8 +43,8 @@ BESIDE = "lag 1 beside bare"
 FOREVER = 100_000  # steps that nobody gets to
 
 
-def service_arm(folder: Path, seed: int, lag: int, durability: str) -> Arm:
-    """A run with all services."""
+def service_arm(folder: Path, seed: int, lag: int, durability: str, settings: Sequence[str] = ()) -> Arm:
+    """A run with all services; `settings`, NAME=VALUE, are those of the run file."""
     overrides = {
         "run.folder": folder / "run",
         "run.steps": FOREVER,
@@ -53,15 +55,15 @@ def service_arm(folder: Path, seed: int, lag: int, durability: str) -> Arm:
         "buffer.durability": durability,
     }
     command = [sys.executable, "-m", "slipstream.cli", "run", str(DEMO), "--plain"]
-    for name, value in overrides.items():
-        command += ["--set", f"{name}={value}"]
+    for setting in (*(f"{name}={value}" for name, value in overrides.items()), *settings):
+        command += ["--set", setting]
     return Arm(f"lag {lag}", command, folder / "run" / "metrics.jsonl")
 
 
-def bare_arm(name: str, folder: Path, seed: int, *arguments: str) -> Arm:
+def bare_arm(name: str, folder: Path, seed: int, *arguments: str, settings: Sequence[str] = ()) -> Arm:
     """A loop without services."""
     command = [sys.executable, "-m", "slipstream.cli", "run", str(DEMO), "--dry-run"]
-    for setting in (f"run.steps={FOREVER}", f"run.seed={seed}", "schedule.deterministic=false"):
+    for setting in (f"run.steps={FOREVER}", f"run.seed={seed}", "schedule.deterministic=false", *settings):
         command += ["--set", setting]
     resolved = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     run_file, log = folder / "run.toml", folder / "steps.jsonl"
@@ -70,17 +72,17 @@ def bare_arm(name: str, folder: Path, seed: int, *arguments: str) -> Arm:
     return Arm(name, bare, log, OMP_WAIT_POLICY="ACTIVE")
 
 
-def all_arms(folder: Path, seed: int, durability: str) -> list[list[Arm]]:
+def all_arms(folder: Path, seed: int, durability: str, settings: Sequence[str] = ()) -> list[list[Arm]]:
     """Those that run by turns, in folders of their own."""
     folders = [folder / str(i) for i in range(7)]
     for each in folders:
         each.mkdir()
-    again = service_arm(folders[6], seed, 1, durability)
+    again = service_arm(folders[6], seed, 1, durability, settings)
     again.name = BESIDE
     return [
-        [*(service_arm(folders[lag], seed, lag, durability) for lag in range(3)),
-         *(bare_arm(f"sync {n}", folders[2 + n], seed, "sync", "--threads", str(n)) for n in (1, 2))],
-        [again, bare_arm("bare lag 1", folders[5], seed, "two-processes", "--lag", "1")],
+        [*(service_arm(folders[lag], seed, lag, durability, settings) for lag in range(3)),
+         *(bare_arm(f"sync {n}", folders[2 + n], seed, "sync", "--threads", str(n), settings=settings) for n in (1, 2))],
+        [again, bare_arm("bare lag 1", folders[5], seed, "two-processes", "--lag", "1", settings=settings)],
     ]
 
 
@@ -98,6 +100,9 @@ def reward(log: list[dict], steps: int) -> float:
 def figures(ms: dict[tuple[str, int], float], logs: dict[tuple[str, int], list[dict]], steps: int) -> dict[str, float]:
     """See the module's text."""
     seeds = sorted({seed for _, seed in ms})
+    share = {"service_overhead": statistics.median(ms[BESIDE, s] / ms["bare lag 1", s] - 1 for s in seeds)}
+    if ("lag 0", seeds[0]) not in ms:
+        return share
     fast = {s: min(ms["lag 1", s], ms["lag 2", s]) for s in seeds}
     waits = [logs["lag 0", s][SKIP:steps] for s in seeds]
     parts = [[statistics.median(line[key] for line in lines) for key in ("wait_s", "step_s")] for lines in waits]
@@ -105,7 +110,7 @@ def figures(ms: dict[tuple[str, int], float], logs: dict[tuple[str, int], list[d
         "async_over_lag0": statistics.median(ms["lag 0", s] / fast[s] for s in seeds),
         "async_over_best_sync": statistics.median(min(ms["sync 1", s], ms["sync 2", s]) / fast[s] for s in seeds),
         "bound": statistics.median((w + t) / max(w, t) for w, t in parts),
-        "service_overhead": statistics.median(ms[BESIDE, s] / ms["bare lag 1", s] - 1 for s in seeds),
+        **share,
         "final_reward_async": statistics.fmean(reward(logs["lag 1", s], steps) for s in seeds),
         "final_reward_sync": statistics.fmean(reward(logs["sync 1", s], steps) for s in seeds),
     }
@@ -118,13 +123,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--slice", type=float, default=1.0, help="seconds")
     parser.add_argument("--durability", default="always", choices=["always", "everysec", "memory"])
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--share", action="store_true")
     parser.add_argument("--json", default="")
     asked = parser.parse_args()
     ms: dict[tuple[str, int], float] = {}
     logs: dict[tuple[str, int], list[dict]] = {}
     for seed in range(asked.seeds):
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            for arms in all_arms(Path(folder), seed, asked.durability):
+            for arms in all_arms(Path(folder), seed, asked.durability, asked.set)[asked.share:]:
                 with started(arms, SKIP):
                     take_turns(arms, asked.slice, asked.steps)
                 for arm in arms:
@@ -137,6 +144,7 @@ def main() -> None:
         [name, *(f"{ms[name, s]:.0f}" for s in seeds),
          f"{statistics.fmean(reward(logs[name, s], asked.steps) for s in seeds):.2f}"] for name in names]
     conditions = {"steps": asked.steps, "seeds": asked.seeds, "slice_s": asked.slice, "durability": asked.durability}
+    conditions |= {"settings": " ".join(asked.set)} if asked.set else {}
     publish("ms per step", ["arm", *(f"seed {s}" for s in seeds), "final reward"], rows,
             figures(ms, logs, asked.steps) | conditions, asked.json)
 
