@@ -31,6 +31,7 @@ _DTYPES = {
 }
 _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 _FLAGS = (b"\0", b"\1")
+_SHORT = 1024  # tokens of a segment whose mask is remembered
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _Wire = TypeVar("_Wire", tensor_pb2.Tensor, sample_pb2.Routes)
 
@@ -185,10 +186,16 @@ def _spans(spans: tuple[tuple[int, int, int, int], ...]) -> tuple[Span, ...]:
     return tuple(_span(*span) for span in spans)
 
 
-@functools.lru_cache(1024)
 def _mask(runs: tuple[int, ...]) -> np.ndarray:
-    """Alternating runs, the first of False, as a read-only array."""
+    """Alternating runs, the first of False, as a read-only array. Short ones repeat, and are shared; long ones hardly do."""
+    return _short_mask(runs) if sum(runs) <= _SHORT else _flags(runs)
+
+
+def _flags(runs: tuple[int, ...]) -> np.ndarray:
     return np.frombuffer(b"".join([_FLAGS[n & 1] * length for n, length in enumerate(runs)]), bool)
+
+
+_short_mask = functools.lru_cache(1024)(_flags)
 
 
 def validate(sample: Sample) -> None:
